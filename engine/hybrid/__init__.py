@@ -1,0 +1,6 @@
+"""Generation inside training: the same weights in a tensor-parallel inference layout, and a decoder for it."""
+
+from engine.hybrid.engine import HybridEngine
+from engine.hybrid.generator import GenerateOutput, Generator
+
+__all__ = ["GenerateOutput", "Generator", "HybridEngine"]

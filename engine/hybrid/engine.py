@@ -1,0 +1,138 @@
+"""The hybrid engine: a ZeRO engine that swaps its weights into the inference layout, generates, and trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine import distributed
+from engine.engine import Engine
+from engine.hybrid.generator import (
+    Core,
+    GenerateOutput,
+    assemble,
+    check_call,
+    check_positions,
+    no_answers,
+    padding_id,
+    request_keys,
+    stop_ids,
+    unpad,
+)
+from engine.hybrid.sampling import Sampling
+from engine.hybrid.scheduler import Answers
+
+
+class HybridEngine(Engine):
+    """An `Engine` with `generate`. Every rank calls it, with as many prompts as it has, none included.
+
+    The inference weights are laid out by the first call after the parameters changed, and kept until the next
+    change unless the config says `pin_parameters: false` or `release_inference_cache: true`.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        settings = self.config.hybrid_engine
+        self._core = Core(
+            self.module,
+            self.compute_dtype,
+            self.device,
+            settings.inference_tp_size,
+            settings.tp_gather_partition_size,
+        )
+
+    @property
+    def swap_bytes_received(self) -> int:
+        """Bytes that this rank took from others in the last swap."""
+        return self._core.swap.bytes_received if self._core.model is not None else 0
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        max_new_tokens: int,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_new_tokens: int = 0,
+        num_return_sequences: int = 1,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        seed: int | Sequence[int] | None = None,
+        return_dict_in_generate: bool = False,
+    ) -> torch.Tensor | GenerateOutput:
+        """Answer prompts with the current weights. Collective over all ranks.
+
+        Args:
+            input_ids: `[B, P]` token ids, usually padded left.
+            attention_mask: `[B, P]`, 1 or True on real tokens; all real without it.
+            max_new_tokens: the longest answer, in tokens.
+            do_sample: sample at `temperature`; else take the most likely token.
+            top_k, top_p: cut the distribution to the k most likely tokens, then to the smallest set that holds
+                `top_p` of what is left; 0 and 1 cut nothing.
+            min_new_tokens: no end token before that many tokens.
+            num_return_sequences: answers a prompt, next to one another in the output.
+            eos_token_id: end token or tokens; the model's by default, none for an empty list.
+            pad_token_id: fills rows after their answer; the model's by default.
+            seed: one number for the call (rows and replicas then differ), or one for each prompt (an answer
+                then depends on nothing but its prompt, its seed and the weights). Without it: torch's generator.
+
+        Returns:
+            `[B * num_return_sequences, P + N]` with `N` the longest answer of this rank, or a `GenerateOutput`.
+
+        Raises:
+            ValueError: prompt + answer of some rank do not fit `max_out_tokens`, or a setting makes no sense.
+        """
+        core, settings = self._core, self.config.hybrid_engine
+        generation_config = getattr(self.module, "generation_config", None)
+        stop = stop_ids(core.config, generation_config, eos_token_id)
+        sampling = Sampling(do_sample, temperature, top_k or 0, top_p, min_new_tokens or 0, stop)
+        check_call(sampling, max_new_tokens, num_return_sequences)
+        prompts = unpad(input_ids, attention_mask)
+        # over all ranks, so that all of them raise where one has to
+        longest = int(distributed.all_reduce_max([max(map(len, prompts), default=0)])[0])
+        if longest + max_new_tokens > settings.max_out_tokens:
+            raise ValueError(
+                f"prompt ({longest} tokens) + max_new_tokens ({max_new_tokens}) = {longest + max_new_tokens} exceed "
+                f"hybrid_engine.max_out_tokens={settings.max_out_tokens}: raise it, or shorten one of them"
+            )
+        check_positions(core, longest, max_new_tokens)
+        keys = request_keys(seed, len(prompts), num_return_sequences, distributed.rank())
+        core.sync(self.weights_version)
+        answers = self._pooled(prompts, keys, num_return_sequences, max_new_tokens, sampling)
+        if settings.release_inference_cache:
+            self.release_inference_cache()
+        elif not settings.pin_parameters:
+            core.release_weights()
+        pad = padding_id(core.config, generation_config, pad_token_id, stop)
+        output = assemble(input_ids.to(self.device), answers, num_return_sequences, stop, pad)
+        return output if return_dict_in_generate else output.sequences
+
+    def release_inference_cache(self) -> None:
+        """Give the workspace and the inference weights back; the next `generate` makes them again."""
+        self._core.release()
+
+    def _pooled(
+        self, prompts: list[torch.Tensor], keys: list[int], samples: int, max_new_tokens: int, sampling: Sampling
+    ) -> Answers:
+        """Answer the prompts of the whole tensor-parallel group together, and keep this rank's own."""
+        tp = self._core.tp
+        pool = tp.gather_objects(([prompt.tolist() for prompt in prompts], keys)) if tp.size > 1 else None
+        if pool is not None:
+            prompts = [torch.tensor(ids, device=self.device) for part, _ in pool for ids in part]
+            keys = [key for _, part in pool for key in part]
+        else:
+            prompts = [prompt.to(self.device) for prompt in prompts]
+        if not prompts:
+            return no_answers(max_new_tokens, self.device)
+        prompt_of = [i for i in range(len(prompts)) for _ in range(samples)]
+        reserve = self.config.hybrid_engine.max_out_tokens
+        answers = self._core.run(prompts, prompt_of, keys, max_new_tokens, sampling, reserve=reserve)
+        if pool is None:
+            return answers
+        start = sum(len(part) for _, part in pool[: tp.rank])
+        mine = slice(start, start + len(pool[tp.rank][1]))
+        return Answers(answers.tokens[mine], answers.logprobs[mine], answers.lengths[mine])

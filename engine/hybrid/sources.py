@@ -1,0 +1,139 @@
+"""The training module's parameters as the swap reads them: plain names, this rank's rows, adapters merged.
+
+Rows of dimension 0 of every parameter are either on every rank (replicated) or dealt to the ranks (sharded by
+FSDP2). LoRA's product is added on the way out; the parameters themselves are never written to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+# What wrappers put into parameter names, and what adapters do.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
+_PEFT_ROOT = "base_model.model."
+
+
+@dataclass
+class _Source:
+    parameter: torch.Tensor
+    adapters: list[tuple[torch.Tensor, torch.Tensor, float, bool]]
+    owners: list[list[tuple[int, int]]] | None
+
+
+class Sources:
+    """Named weights of `module`. A parameter's name is the one it has in the plain Hugging Face model."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self._sources: dict[str, _Source] = {}
+
+    def refresh(self) -> None:
+        """Look the parameters up again: sharding replaces them between training and rest. Collective."""
+        for child in self.module.modules():
+            if isinstance(child, FSDPModule):
+                child.reshard()
+        self._sources = {}
+        adapters = _adapters(self.module)
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if ".lora_" in name or "modules_to_save" in name:
+                continue
+            self._sources[plain_name(name)] = _Source(parameter, [], _row_owners(parameter))
+        for name, pairs in adapters.items():
+            self._sources[f"{name}.weight"].adapters.extend(pairs)
+
+    def has(self, name: str) -> bool:
+        return name in self._sources
+
+    def parameter(self, name: str) -> torch.Tensor:
+        return self._sources[name].parameter
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._sources)
+
+    def owners(self, name: str) -> list[list[tuple[int, int]]] | None:
+        """For each global rank the (start, stop) rows it holds; None when every rank holds all of them."""
+        return self._sources[name].owners
+
+    def is_sharded(self) -> bool:
+        return any(source.owners is not None for source in self._sources.values())
+
+    def adapter_factors(self, name: str) -> list[tuple[torch.Tensor, torch.Tensor, float, bool]]:
+        return self._sources[name].adapters
+
+    def local_rows(self, name: str) -> torch.Tensor:
+        """This rank's rows, `[rows, cols]` (one-dimensional weights: `[rows, 1]`), adapters merged. Collective
+        where adapters are sharded."""
+        source = self._sources[name]
+        local = source.parameter.detach()
+        if isinstance(local, DTensor):
+            local = local.to_local()
+        local = local.reshape(local.shape[0], -1)
+        for a, b, scaling, flipped in source.adapters:
+            local = local + _adapter_rows(a, b, scaling, flipped, source, local)
+        return local
+
+
+def plain_name(name: str) -> str:
+    """`name` without what checkpointing, compiling and adapters add to it."""
+    for part in _WRAPPERS:
+        name = name.replace(part, "")
+    return name.removeprefix(_PEFT_ROOT)
+
+
+def _adapters(module: nn.Module) -> dict[str, list]:
+    """Active LoRA factors (A `[r, in]`, B `[out, r]`, scaling, weight is `[in, out]`) by plain module name."""
+    found: dict[str, list] = {}
+    for name, child in module.named_modules():
+        factors = getattr(child, "lora_A", None)
+        if not isinstance(factors, nn.ModuleDict) or getattr(child, "disable_adapters", False):
+            continue
+        merged = set(getattr(child, "merged_adapters", ()))
+        pairs = [
+            (factors[key].weight, child.lora_B[key].weight, child.scaling[key], getattr(child, "fan_in_fan_out", False))
+            for key in child.active_adapters
+            if key in factors and key not in merged
+        ]
+        if pairs:
+            found[plain_name(name + ".").rstrip(".")] = pairs
+    return found
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _adapter_rows(a, b, scaling, flipped, source: _Source, local: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of `scaling * B @ A`. The factors are thin, so both are gathered whole."""
+    a, b = _full(a).float(), _full(b).float()
+    left, right = (a.T, b.T) if flipped else (b, a)
+    if source.owners is not None:
+        start, stop = source.owners[torch.distributed.get_rank()][0]
+        left = left[start:stop]
+    return ((left @ right) * scaling).to(local.dtype)
+
+
+def _row_owners(parameter: torch.Tensor) -> list[list[tuple[int, int]]] | None:
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh, placements = parameter.device_mesh, parameter.placements
+    sharded = [dim for dim, placement in enumerate(placements) if placement.is_shard()]
+    if not sharded:
+        return None
+    if len(sharded) > 1 or placements[sharded[0]].dim != 0:
+        raise ValueError(f"the hybrid engine reads parameters sharded by rows once, not {placements}")
+    rows = parameter.shape[0]
+    parts = mesh.size(sharded[0])
+    each = -(-rows // parts)
+    owners: list[list[tuple[int, int]]] = [[] for _ in range(torch.distributed.get_world_size())]
+    index = mesh.mesh.movedim(sharded[0], -1).reshape(-1, parts)
+    for line in index.tolist():
+        for part, rank in enumerate(line):
+            owners[rank] = [(min(rows, part * each), min(rows, (part + 1) * each))]
+    return owners

@@ -1,0 +1,128 @@
+"""Every ZeRO stage, on any number of ranks and micro-batches, is plain single-process training."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import engine
+from tests.engine.tiny import plain_training, tiny_llama, token_batch, token_loss
+from tests.helpers import run_ranks
+
+# At larger rates Adam, which divides a gradient by its own size, blows rounding in tiny gradients up to the tolerance.
+ROWS, STEPS, LR = 8, 3, 1e-3
+
+
+class WithUnused(nn.Module):
+    """A model beside a parameter that no forward pass uses."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.unused = nn.Linear(3, 5)
+
+    def forward(self, **batch):
+        return self.model(**batch)
+
+
+def build(variant: str) -> nn.Module:
+    model = tiny_llama(tied=variant == "tied")
+    if variant == "frozen":
+        for parameter in model.model.layers[0].parameters():
+            parameter.requires_grad_(False)
+    if variant == "adapter":
+        model.requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_proj" in name or "norm" in name)
+    return WithUnused(model) if variant == "unused" else model
+
+
+def config_for(stage: int, accumulation: int, clip: float, **more) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "gradient_clipping": clip,
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+
+
+def train(eng, batches, rank: int, world: int, accumulation: int) -> list[float]:
+    """Deal each batch's rows over ranks and micro-batches unevenly enough that token counts differ."""
+    norms = []
+    for batch in batches:
+        for micro in range(accumulation):
+            rows = slice((micro * world + rank), None, world * accumulation)
+            part = {key: value[rows] for key, value in batch.items()}
+            logits = eng(input_ids=part["input_ids"], attention_mask=part["attention_mask"]).logits
+            loss, count = token_loss(logits, part["labels"])
+            eng.backward(loss, weight=count)
+            eng.step()
+        norms.append(eng.get_global_grad_norm())
+    return norms
+
+
+def whole(eng) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in eng.gather_full_parameters()}
+
+
+def run_case(rank, world, cases):
+    results = []
+    batches = [token_batch(ROWS, seed=seed) for seed in range(STEPS)]
+    for variant, stage, accumulation, clip in cases:
+        eng = engine.initialize(build(variant), config_for(stage, accumulation, clip))
+        norms = train(eng, batches, rank, world, accumulation)
+        results.append((norms, whole(eng)))
+    return results
+
+
+@cache
+def reference(variant: str, clip: float):
+    model = build(variant)
+    return plain_training(model, [token_batch(ROWS, seed=seed) for seed in range(STEPS)], LR, clip, weight_decay=0.1)
+
+
+VARIANTS = ("plain", "tied", "frozen", "adapter", "unused")
+WINDOWS = ((1, 0.5), (4, 0.0), (4, 0.5))  # (accumulation, clip)
+
+
+def cases_of(world: int) -> list[tuple]:
+    """Everything on 2 ranks; on 1 rank all stages are one layout, and 4 ranks repeat the harder half."""
+    stages = (0,) if world == 1 else (0, 1, 2, 3)
+    variants = ("tied", "unused") if world == 4 else VARIANTS
+    windows = [(a, c) for a, c in WINDOWS if ROWS // (a * world) >= 1]
+    windows = windows[:1] if world == 4 else windows
+    return [(v, s, a, c) for v, s, (a, c) in itertools.product(variants, stages, windows)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_equal_to_plain_training(world):
+    cases = cases_of(world)
+    results = run_case(0, 1, cases) if world == 1 else run_ranks(run_case, world, cases, timeout=300)[0]
+    for case, (norms, parameters) in zip(cases, results, strict=True):
+        variant, _, _, clip = case
+        expected, expected_norms = reference(variant, clip)
+        assert norms == pytest.approx(expected_norms, rel=1e-5), case
+        assert parameters.keys() == expected.keys()
+        for name, tensor in parameters.items():
+            torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0, msg=f"{case} {name}")
+
+
+def test_reference_would_notice_a_mean_of_means():
+    """The batches are uneven enough that averaging micro-batch means gives another update."""
+    batches = [token_batch(ROWS, seed=seed) for seed in range(STEPS)]
+    eng = engine.initialize(build("plain"), config_for(0, 4, 0.0))
+    for batch in batches:
+        for micro in range(4):
+            part = {key: value[micro::4] for key, value in batch.items()}
+            loss, _ = token_loss(eng(part["input_ids"], part["attention_mask"]).logits, part["labels"])
+            eng.backward(loss)
+            eng.step()
+    expected, _ = reference("plain", 0.0)
+    gap = max(float((tensor - expected[name]).abs().max()) for name, tensor in whole(eng).items())
+    assert gap > 1e-4

@@ -1,0 +1,108 @@
+"""Shared test helpers: gloo ranks in processes of their own, under a time limit.
+
+The ranks are forked from a server process that has imported torch and transformers once: a fresh interpreter
+for each would spend seconds on imports alone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from functools import cache
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def _rank_main(fn: Callable, rank: int, world_size: int, port: int, folder: str, args: tuple) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+        HF_HUB_OFFLINE="1",
+    )
+    import torch
+
+    import engine
+
+    torch.set_num_threads(1)
+    outcome: tuple[str, Any]
+    try:
+        engine.init_distributed(timeout_seconds=60)
+        outcome = ("ok", fn(rank, world_size, *args))
+    except BaseException:  # noqa: BLE001 - handed to the parent, which raises it
+        outcome = ("error", traceback.format_exc())
+    Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(outcome))
+    if outcome[0] == "error":
+        os._exit(1)
+    torch.distributed.destroy_process_group()
+
+
+def run_ranks(fn: Callable, world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+    """Run top-level `fn(rank, world_size, *args)` on `world_size` gloo ranks.
+
+    Returns the ranks' results in order. Raises AssertionError with the traceback of the first rank that
+    failed, and TimeoutError when a rank is still busy after `timeout` seconds; no process stays behind.
+    """
+    context = _context()
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
+        processes = [
+            context.Process(target=_rank_main, args=(fn, rank, world_size, port, folder, args))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return _collect(processes, Path(folder), timeout)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+@cache
+def _context() -> BaseContext:
+    os.environ["OMP_NUM_THREADS"] = "1"  # what the server starts with; more threads would not survive a fork
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    return context
+
+
+def _collect(processes: list, folder: Path, timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    while any(process.is_alive() for process in processes):
+        if any(process.exitcode not in (None, 0) for process in processes):
+            break
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"a rank is still busy after {timeout} s")
+        time.sleep(0.05)
+    results = []
+    for rank in range(len(processes)):
+        path = folder / f"{rank}.pkl"
+        if not path.exists():
+            continue
+        kind, value = pickle.loads(path.read_bytes())
+        if kind == "error":
+            raise AssertionError(f"rank {rank} failed:\n{value}")
+        results.append(value)
+    if len(results) != len(processes):
+        codes = [process.exitcode for process in processes]
+        raise AssertionError(f"a rank died without a word: exit codes {codes}")
+    return results
