@@ -1,0 +1,179 @@
+"""Makes one stage's cache: deals the rows of every source, tokenizes them in batches, writes and accounts for them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data import cache
+from data.items import STAGES, Refused, Rules, make_items
+from data.loading import new_report, read_rows
+from data.report import OTHER_STAGES, SourceReport, summary, totals
+from data.sources import Opened, Records
+from data.splits import Ratios, hold_out, repeats, split_rows
+from data.store import Item, StoreWriter
+
+CACHE_VERSION = 1
+BATCH_RECORDS = 2048
+
+
+@dataclass
+class Deal:
+    """Where each record of a source goes: `copies[i]` times an epoch into training (-1: to another stage), or,
+    with `held_out[i]`, into evaluation."""
+
+    copies: np.ndarray
+    held_out: np.ndarray
+    weight: float = 1.0
+
+    def refuse(self, record: int) -> str | None:
+        """Why this stage does not take a record, or None when it does."""
+        if self.held_out[record] or self.copies[record] > 0:
+            return None
+        return OTHER_STAGES if self.copies[record] < 0 else f"left out by weight {self.weight:g}"
+
+
+class Builder:
+    """One stage's cache: its key and its making, on one process.
+
+    Args:
+        sources: opened sources and the shares by which each is dealt.
+        tokenizer, rules: how rows become items.
+        seed, eval_fraction: of the deal.
+        on_bad_row: "drop" or "error".
+    """
+
+    def __init__(
+        self,
+        sources: list[tuple[Opened, Ratios]],
+        tokenizer: Any,
+        rules: Rules,
+        seed: int,
+        eval_fraction: float,
+        on_bad_row: str,
+    ):
+        self.sources, self.tokenizer, self.rules = sources, tokenizer, rules
+        self.seed, self.eval_fraction, self.on_bad_row = seed, eval_fraction, on_bad_row
+
+    def find_or_build(self, output: Path, min_train: int) -> tuple[Path, dict[str, Any]]:
+        """(folder, report) of the cache under `output`, built when it is not there.
+
+        Raises:
+            ValueError: too few rows for the stage.
+        """
+        hashes = [opened.content_hash() for opened, _ in self.sources]
+        described = [
+            (asdict(opened.source), str(ratios), found)
+            for (opened, ratios), found in zip(self.sources, hashes, strict=True)
+        ]
+        settings = [CACHE_VERSION, asdict(self.rules), self.seed, self.eval_fraction, self.on_bad_row]
+        key = cache.key_of([described, cache.tokenizer_hash(self.tokenizer), settings])
+        folder = output / f"{self.rules.stage}_{key[:32]}"
+        report = cache.build_once(folder, lambda temporary: self.build(temporary, hashes))["report"]
+        self.check(report, min_train)
+        return folder, report
+
+    def check(self, report: dict[str, Any], min_train: int) -> None:
+        """Raises ValueError, with the counts, when a part that the stage needs is empty."""
+        train, held_out = report["totals"]["items_train"], report["totals"]["items_eval"]
+        needed = max(min_train, 1)
+        if train >= needed and (held_out or self.eval_fraction == 0):
+            return
+        part = "evaluation" if train >= needed else "training"
+        raise ValueError(
+            f"too few {part} rows for stage {self.rules.stage}: {train} to train on (at least {needed}), {held_out} "
+            f"to evaluate with (at least {int(self.eval_fraction > 0)}); {'; '.join(report['lines'])}"
+        )
+
+    def build(self, folder: Path, hashes: list[str]) -> dict[str, Any]:
+        """Writes `folder`/train and `folder`/eval; returns what is kept beside them."""
+        stage, reports = self.rules.stage, []
+        with StoreWriter(folder / "train", stage) as train, StoreWriter(folder / "eval", stage) as held_out:
+            for number, (opened, ratios) in enumerate(self.sources):
+                report = new_report(opened)
+                report.sha256 = hashes[number]
+                self.add_source(opened, ratios, number, (train, held_out), report)
+                reports.append(report)
+        return {
+            "report": {
+                "stage": stage,
+                "seed": self.seed,
+                "truncation": self.rules.truncation,
+                "max_tokens": self.rules.limit,
+                "sources": [report.as_dict() for report in reports],
+                "totals": totals(reports),
+                "parts": {"train": train.statistics(), "eval": held_out.statistics()},
+                "lines": [summary(report) for report in reports],
+            }
+        }
+
+    def add_source(
+        self,
+        opened: Opened,
+        ratios: Ratios,
+        number: int,
+        writers: tuple[StoreWriter, StoreWriter],
+        report: SourceReport,
+    ) -> None:
+        """Deals and adds all records of source `number`."""
+        n, weight = opened.train.count(), opened.source.weight
+        part = split_rows(n, ratios, self.seed)[STAGES.index(self.rules.stage)]
+        to_train, to_eval = (part, []) if opened.eval else hold_out(part, self.eval_fraction)
+        deal = Deal(np.full(n, -1, dtype=np.int64), np.zeros(n, dtype=bool), weight)
+        deal.copies[to_train] = repeats(len(to_train), weight, self.seed, number)
+        deal.held_out[to_eval] = True
+        self.add_records(opened, opened.train, deal, writers, report)
+        if opened.eval:
+            size = opened.eval.count()
+            deal = Deal(np.zeros(size, dtype=np.int64), np.ones(size, dtype=bool))
+            self.add_records(opened, opened.eval, deal, writers, report)
+
+    def add_records(
+        self,
+        opened: Opened,
+        records: Records,
+        deal: Deal,
+        writers: tuple[StoreWriter, StoreWriter],
+        report: SourceReport,
+    ) -> None:
+        """Adds the records that `deal` gives to this stage, in batches."""
+        batch: list[tuple[int, str, list[Any]]] = []
+        found = read_rows(records, opened.source, report, on_bad_row=self.on_bad_row, wanted=deal.refuse)
+        for one in found:
+            batch.append(one)
+            if len(batch) == BATCH_RECORDS:
+                self.add_batch(batch, deal, writers, report)
+                batch = []
+        self.add_batch(batch, deal, writers, report)
+
+    def add_batch(
+        self,
+        batch: list[tuple[int, str, list[Any]]],
+        deal: Deal,
+        writers: tuple[StoreWriter, StoreWriter],
+        report: SourceReport,
+    ) -> None:
+        """Tokenizes a batch of records in one go; a record counts as used when one of its rows is."""
+        made = iter(make_items([row for _, _, rows in batch for row in rows], self.tokenizer, self.rules, report))
+        train: list[Item] = []
+        copies: list[int] = []
+        held_out: list[Item] = []
+        for record, place, rows in batch:
+            items = [next(made) for _ in rows]
+            good = [item for item in items if not isinstance(item, Refused)]
+            if not good:
+                report.drop(str(items[0]), f"{place}: {items[0]}")
+            elif deal.held_out[record]:
+                held_out += good
+                report.rows_eval += 1
+            else:
+                train += good
+                copies += [int(deal.copies[record])] * len(good)
+                report.rows_train += 1
+        report.items_eval += len(held_out)
+        report.items_train += sum(copies)
+        writers[0].add(train, copies)
+        writers[1].add(held_out, [1] * len(held_out))

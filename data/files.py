@@ -1,0 +1,246 @@
+"""Records of one data file: json, jsonl, csv, tsv, parquet, arrow, each also gzipped or zstd.
+
+A file is read as a stream, record by record, with the number of each record; only a .json file that is one list
+is read whole. Text is UTF-8, with or without a byte order mark, and lines end in a line feed and nothing else.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+KINDS = {
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
+PACKINGS = (".gz", ".gzip", ".zst", ".zstd")
+BATCH_ROWS = 4096
+
+Record = dict[str, Any]
+
+
+class BadRecord(ValueError):
+    """One record that cannot be read; the file goes on behind it. `reason` is what is counted."""
+
+    def __init__(self, reason: str, detail: str):
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.field = "the whole row"
+
+
+def file_kind(path: Path) -> str | None:
+    """The kind of a data file by its name, compression aside; None for any other file."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in PACKINGS:
+        suffixes.pop()
+    return KINDS.get(suffixes[-1]) if suffixes else None
+
+
+def open_bytes(path: Path) -> IO[bytes]:
+    """The unpacked bytes of a file."""
+    suffix = path.suffix.lower()
+    if suffix in (".gz", ".gzip"):
+        return gzip.open(path, "rb")
+    if suffix in (".zst", ".zstd"):
+        import pyarrow
+
+        return io.BufferedReader(_ArrowRaw(pyarrow.CompressedInputStream(str(path), "zstd")))
+    return open(path, "rb")
+
+
+class _ArrowRaw(io.RawIOBase):
+    """An arrow stream as a plain Python one, which can be buffered and read by lines."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+def read_file(path: Path) -> Iterator[Record | BadRecord]:
+    """The records of `path` in order; a record that cannot be read comes as a BadRecord in its place.
+
+    Raises:
+        ValueError: the file as a whole is damaged or of no known kind; the message names it.
+    """
+    kind = file_kind(path)
+    if kind is None:
+        known = ", ".join(KINDS)
+        raise ValueError(f"{path}: not a data file: its name must end in one of {known} (and .gz or .zst)")
+    try:
+        yield from _READERS[kind](path)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}: the compressed file is damaged or cut off ({error}): fetch it again") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error
+
+
+def _text_line(line: bytes) -> str:
+    return line.decode("utf-8-sig" if line.startswith(b"\xef\xbb\xbf") else "utf-8")
+
+
+def _read_jsonl(path: Path) -> Iterator[Record | BadRecord]:
+    with open_bytes(path) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _parse_line(line, number)
+
+
+def _parse_line(line: bytes, number: int) -> Record | BadRecord:
+    try:
+        record = json.loads(_text_line(line))
+    except UnicodeDecodeError as error:
+        return BadRecord("not UTF-8", f"line {number}, byte {error.start}")
+    except json.JSONDecodeError as error:
+        return BadRecord("not JSON", f"line {number}, column {error.colno}: {error.msg}")
+    except RecursionError:
+        return BadRecord("not JSON", f"line {number}: nested too deep")
+    return _as_record(record)
+
+
+def _as_record(record: Any) -> Record | BadRecord:
+    if isinstance(record, dict):
+        return record
+    return BadRecord("not an object", f"a {type(record).__name__} in place of columns and values")
+
+
+def _read_json(path: Path) -> Iterator[Record | BadRecord]:
+    """One list of records, an object that holds one list, or lines of JSON under the wrong name."""
+    with open_bytes(path) as file:
+        content = file.read()
+    try:
+        text = _text_line(content)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 at byte {error.start}: save it as UTF-8") from error
+    if not text.strip():
+        return
+    try:
+        whole = json.loads(text)
+    except json.JSONDecodeError as error:
+        lines = content.split(b"\n")
+        first = next(line for line in lines if line.strip())
+        if first.strip().startswith(b"{") and not isinstance(_parse_line(first, 1), BadRecord):
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _parse_line(line, number)
+            return
+        raise ValueError(f"{path}: not JSON at line {error.lineno}, column {error.colno}: {error.msg}") from error
+    if isinstance(whole, dict):
+        lists = [value for value in whole.values() if isinstance(value, list) and _holds_records(value)]
+        whole = lists[0] if len(lists) == 1 and not _is_row(whole) else [whole]
+    if not isinstance(whole, list):
+        raise ValueError(f"{path}: a {type(whole).__name__} in place of a list of rows")
+    for record in whole:
+        yield _as_record(record)
+
+
+def _holds_records(value: list[Any]) -> bool:
+    return bool(value) and all(isinstance(part, dict) for part in value)
+
+
+def _is_row(record: Record) -> bool:
+    """True for the one record of a file of one row: its list is a dialogue or sits beside other columns."""
+    from data.shapes import recognise
+    from data.turns import RowError
+
+    try:
+        recognise(record)
+    except RowError:
+        return False
+    return True
+
+
+def _read_table(path: Path, delimiter: str) -> Iterator[Record | BadRecord]:
+    csv.field_size_limit(sys.maxsize)
+    with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as file:
+        try:
+            rows = csv.reader(file, delimiter=delimiter, strict=True)
+            header = next(rows, None)
+            if header is None:
+                return
+            for row in rows:
+                if not row:
+                    continue
+                if len(row) != len(header):
+                    detail = f"line {rows.line_num} has {len(row)} cells, the header has {len(header)}"
+                    yield BadRecord("wrong number of cells", detail)
+                else:
+                    yield dict(zip(header, row, strict=True))
+        except csv.Error as error:
+            raise ValueError(f"{path}: not a table at line {rows.line_num}: {error}") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 near line {rows.line_num}: save it as UTF-8") from error
+
+
+def _read_parquet(path: Path) -> Iterator[Record | BadRecord]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        source = path if path.suffix.lower() not in PACKINGS else pyarrow.BufferReader(_all_bytes(path))
+        for batch in pyarrow.parquet.ParquetFile(source).iter_batches(BATCH_ROWS):
+            yield from batch.to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path}: not a parquet file ({_one_line(error)})") from error
+
+
+def _read_arrow(path: Path) -> Iterator[Record | BadRecord]:
+    """Arrow's file format or, as `datasets` writes it, its stream format."""
+    import pyarrow
+
+    packed = path.suffix.lower() in PACKINGS
+    source = pyarrow.BufferReader(_all_bytes(path)) if packed else pyarrow.memory_map(str(path))
+    try:
+        try:
+            reader = pyarrow.ipc.open_file(source)
+            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+        except pyarrow.ArrowInvalid:
+            source.seek(0)
+            batches = iter(pyarrow.ipc.open_stream(source))
+        for batch in batches:
+            for start in range(0, batch.num_rows, BATCH_ROWS):
+                yield from batch.slice(start, BATCH_ROWS).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path}: not an arrow file ({_one_line(error)})") from error
+
+
+def _all_bytes(path: Path) -> bytes:
+    with open_bytes(path) as file:
+        return file.read()
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+_READERS = {
+    "json": _read_json,
+    "jsonl": _read_jsonl,
+    "csv": lambda path: _read_table(path, ","),
+    "tsv": lambda path: _read_table(path, "\t"),
+    "parquet": _read_parquet,
+    "arrow": _read_arrow,
+}

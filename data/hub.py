@@ -1,0 +1,52 @@
+"""Data sets of the `datasets` library: saved folders and names on the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from data.sources import Source
+
+EVAL_NAMES = ("test", "validation", "valid", "eval", "dev")
+
+
+def open_saved(source: Source, folder: Path) -> tuple[Any, Any | None]:
+    """(train, eval or None) of a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
+    import datasets
+
+    return _parts(source, datasets.load_from_disk(str(folder)))
+
+
+def open_hub(source: Source) -> tuple[Any, Any | None]:
+    """(train, eval or None) of a hub data set.
+
+    Raises:
+        ValueError: it cannot be had, or has no such split.
+    """
+    import datasets
+
+    try:
+        found = datasets.load_dataset(source.name, source.subset, revision=source.revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no data at {source.name}: it is no local path, and the hub's data set could not be loaded "
+            f"({_one_line(error)})"
+        ) from error
+    return _parts(source, found)
+
+
+def _parts(source: Source, found: Any) -> tuple[Any, Any | None]:
+    import datasets
+
+    if isinstance(found, datasets.Dataset):
+        return found, None
+    for name in filter(None, (source.split, source.eval_split)):
+        if name not in found:
+            raise ValueError(f"{source.name}: has no split {name!r}: it has {', '.join(found)}")
+    held_out = source.eval_split or next((name for name in EVAL_NAMES if name in found and name != source.split), None)
+    return found[source.split], None if held_out is None else found[held_out]
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0]

@@ -1,0 +1,186 @@
+"""Rows to the items of a stage: tokenized, fitted to the length allowed, refused with a reason.
+
+    sft     the whole dialogue; labels on assistant text and end tokens (or on all, `train_on_prompt`)
+    reward  chosen and rejected, whole dialogues over the same prompt
+    ppo     the prompt, through the assistant marker, and the row
+
+SFT takes `response`, else `chosen`. An answer whose `score` is 0 or less was marked as bad by its label or
+reward: SFT would teach it, so it is refused there; PPO uses its prompt. Reward needs two sides.
+
+Too long rows are treated by `truncation`:
+
+    drop    refused
+    left    the oldest turns go first, whole; then the beginning of the last question; never an answer or a marker.
+            Both sides of a pair keep the same prompt. (default for reward)
+    right   the end is cut off; a cut answer loses its end token, since it does not end there; a marker or question
+            left hanging behind the last answer goes too (default for SFT)
+
+PPO drops by default: half a question is another question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from data.chat import ChatFormat, Encoded, format_of, turns_of
+from data.markers import Turn
+from data.report import SourceReport
+from data.shapes import Row
+from data.store import Item
+
+STAGES = ("sft", "reward", "ppo")
+TRUNCATIONS = ("drop", "left", "right")
+DEFAULT_TRUNCATION = {"sft": "right", "reward": "left", "ppo": "drop"}
+
+
+class Refused(ValueError):
+    """A row a stage has no use for; the message is the reason that is counted."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a stage makes items. `limit`: most tokens of an item's sequence, None for no limit."""
+
+    stage: str
+    limit: int | None
+    truncation: str
+    train_on_prompt: bool = False
+
+
+def make_items(rows: Sequence[Row], tokenizer: Any, rules: Rules, report: SourceReport) -> list[Item | Refused]:
+    """The item of each row, or why there is none. Rows cut to fit are counted in `report.rows_cut`."""
+    maker = _Maker(format_of(tokenizer), rules, report)
+    return maker.make(rows)
+
+
+class _Maker:
+    def __init__(self, chat: ChatFormat, rules: Rules, report: SourceReport):
+        self.chat, self.rules, self.report = chat, rules, report
+        self.open = rules.stage == "ppo"
+
+    def make(self, rows: Sequence[Row]) -> list[Item | Refused]:
+        wanted: list[tuple[list[list[Turn]], list[Any]] | Refused] = []
+        for row in rows:
+            try:
+                dialogues = self.dialogues(row)
+                wanted.append((dialogues, [self.chat.plan(turns, self.open) for turns in dialogues]))
+            except Refused as reason:
+                wanted.append(reason)
+            except ValueError:
+                wanted.append(Refused("roles the chat template refuses"))
+        encoded = iter(self.chat.run([plan for one in wanted if not isinstance(one, Refused) for plan in one[1]]))
+        items: list[Item | Refused] = []
+        for row, one in zip(rows, wanted, strict=True):
+            if isinstance(one, Refused):
+                items.append(one)
+                continue
+            dialogues, plans = one
+            try:
+                items.append(self.item(row, self.fit(dialogues, [next(encoded) for _ in plans])))
+            except Refused as reason:
+                items.append(reason)
+        return items
+
+    def dialogues(self, row: Row) -> list[list[Turn]]:
+        """The dialogues to encode: the whole one, both sides of a pair, or the prompt."""
+        prompt = turns_of(row)
+        if self.rules.stage == "ppo":
+            return [prompt]
+        if self.rules.stage == "sft":
+            answer = row.get("response", row.get("chosen"))
+            if answer is None:
+                raise Refused("no answer")
+            if row.get("score", 1.0) <= 0:
+                raise Refused("answer marked bad (score 0 or less)")
+            return [[*prompt, _answer(answer)]]
+        if "chosen" not in row or "rejected" not in row:
+            raise Refused("no pair of answers")
+        if row["chosen"] == row["rejected"]:
+            raise Refused("both answers equal")
+        return [[*prompt, _answer(row["chosen"])], [*prompt, _answer(row["rejected"])]]
+
+    def item(self, row: Row, encoded: list[Encoded]) -> Item:
+        ids = [one.ids for one in encoded]
+        if self.rules.stage == "sft":
+            trained = [True] * len(ids[0]) if self.rules.train_on_prompt else encoded[0].trained
+            return Item(ids, trained=trained)
+        if self.rules.stage == "ppo":
+            return Item(ids, row=row)
+        if ids[0] == ids[1]:
+            raise Refused("both answers equal as tokens")
+        return Item(ids)
+
+    # ------------------------------------------------------------ length
+
+    def too_long(self, encoded: list[Encoded]) -> bool:
+        return self.rules.limit is not None and max(len(one.ids) for one in encoded) > self.rules.limit
+
+    def fit(self, dialogues: list[list[Turn]], encoded: list[Encoded]) -> list[Encoded]:
+        if not self.too_long(encoded):
+            return encoded
+        if self.rules.truncation == "drop":
+            raise Refused(f"longer than {self.rules.limit} tokens")
+        if self.rules.truncation == "right":
+            if self.rules.stage == "ppo":
+                raise Refused(f"longer than {self.rules.limit} tokens")
+            encoded = [self.cut_right(one) for one in encoded]
+            self.report.rows_cut["right"] += 1
+            return encoded
+        encoded = self.cut_left(dialogues)
+        self.report.rows_cut["left"] += 1
+        return encoded
+
+    def cut_right(self, one: Encoded) -> Encoded:
+        end = min(len(one.ids), self.rules.limit)
+        while end and not one.trained[end - 1]:
+            end -= 1
+        if end <= (0 if self.rules.stage == "sft" else one.starts[-1]):
+            raise Refused(f"no answer within {self.rules.limit} tokens")
+        return Encoded(one.ids[:end], one.trained[:end], one.starts)
+
+    def cut_left(self, dialogues: list[list[Turn]]) -> list[Encoded]:
+        """The longest ending of the dialogues that fits: whole turns first, then inside the last question."""
+        answers = [turns[-1:] if not self.open else [] for turns in dialogues]
+        prompt = dialogues[0] if self.open else dialogues[0][:-1]
+        head = prompt[:1] if prompt and prompt[0]["role"] == "system" else []
+        turns = prompt[len(head) :]
+        begins = [k for k, turn in enumerate(turns) if turn["role"] == "user"] or [0]
+        for start in begins[1:]:
+            encoded = self.try_encode(head + turns[start:], answers)
+            if encoded is not None:
+                return encoded
+        last = turns[begins[-1] :]
+        if not last:
+            raise Refused(f"answer longer than {self.rules.limit} tokens")
+        return self.cut_question(head, last, answers)
+
+    def cut_question(self, head: list[Turn], last: list[Turn], answers: list[list[Turn]]) -> list[Encoded]:
+        """Cuts the beginning of the first turn of `last`: the shortest cut that fits, at a word's beginning."""
+        question = last[0]["content"]
+        places = [0, *(k + 1 for k, letter in enumerate(question) if letter.isspace()), len(question)]
+        low, high, best = 0, len(places) - 1, None
+        while low <= high:
+            middle = (low + high) // 2
+            turn = {"role": last[0]["role"], "content": question[places[middle] :].strip()}
+            encoded = self.try_encode([*head, turn, *last[1:]], answers) if turn["content"] else None
+            if encoded is None and turn["content"]:
+                low = middle + 1
+            else:
+                best, high = encoded or best, middle - 1
+        if best is None:
+            raise Refused(f"answer longer than {self.rules.limit} tokens")
+        return best
+
+    def try_encode(self, prompt: list[Turn], answers: list[list[Turn]]) -> list[Encoded] | None:
+        """The dialogues, or None when one is still too long."""
+        try:
+            encoded = self.chat.encode([prompt + answer for answer in answers], self.open)
+        except ValueError as error:
+            raise Refused("roles the chat template refuses") from error
+        return None if self.too_long(encoded) else encoded
+
+
+def _answer(text: str) -> Turn:
+    return {"role": "assistant", "content": text.strip()}

@@ -1,0 +1,114 @@
+"""Rows of text from a source, each bad one counted: `load_rows`, and the stream beneath it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from data.files import BadRecord
+from data.report import SourceReport, summary
+from data.shapes import Row, normalise
+from data.sources import Opened, Records, Source, open_source
+from data.turns import RowError
+
+MAX_MALFORMED = 0.5
+"""Share of malformed rows above which a source is refused."""
+CHECK_AFTER = 1000
+
+ON_BAD_ROW = ("drop", "error")
+
+
+def read_rows(
+    records: Records,
+    source: Source,
+    report: SourceReport,
+    *,
+    on_bad_row: str = "drop",
+    wanted: Callable[[int], str | None] = lambda number: None,
+) -> Iterator[tuple[int, str, list[Row]]]:
+    """(number, place, rows) of every usable record, as a stream.
+
+    Args:
+        records: what to read.
+        source: its `columns` rename and its `shape` fixes.
+        report: counts what was read and dropped.
+        on_bad_row: "drop" counts a bad row, "error" stops at it.
+        wanted: tells for a record's number why it is not wanted, or None.
+
+    Raises:
+        ValueError: a bad row under "error", or far too many of them.
+    """
+    if on_bad_row not in ON_BAD_ROW:
+        raise ValueError(f"on_bad_row {on_bad_row!r} must be drop or error")
+    for number, (place, record) in enumerate(records):
+        report.rows_read += 1
+        reason = wanted(number)
+        if reason is not None:
+            report.drop(reason)
+            continue
+        try:
+            if isinstance(record, BadRecord):
+                raise record
+            shape, rows = normalise(_renamed(record, source.columns), source.shape)
+        except (RowError, BadRecord) as error:
+            if on_bad_row == "error":
+                raise ValueError(f"{place}: {error}") from error
+            report.drop(error.reason, f"{place}: {error}")
+            if report.rows_read >= CHECK_AFTER:
+                report.check_malformed(MAX_MALFORMED)
+            continue
+        report.shapes[shape] += 1
+        yield number, place, rows
+    report.check_malformed(MAX_MALFORMED)
+
+
+def _renamed(record: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    if not columns:
+        return record
+    kept = {name: value for name, value in record.items() if name not in columns and name not in columns.values()}
+    return kept | {meaning: record[name] for name, meaning in columns.items() if name in record}
+
+
+def new_report(opened: Opened) -> SourceReport:
+    """An empty report with the source's name and files."""
+    files = [*opened.train.files, *(opened.eval.files if opened.eval else [])]
+    return SourceReport(opened.source.name, files=[path.name for path in files], files_unused=opened.unused)
+
+
+def load_rows(
+    source: str | os.PathLike[str] | Source, split: str = "train", *, on_bad_row: str = "drop"
+) -> tuple[list[Row], dict[str, Any]]:
+    """All usable rows of a source and the account of the others.
+
+    Args:
+        source: file, folder, "sample", or hub name, see `data.sources`.
+        split: "train" or "eval".
+        on_bad_row: "drop" counts bad rows by reason, "error" stops at the first.
+
+    Returns:
+        rows: dicts of text, see `data.shapes`.
+        report: name, shape, rows_read, rows_used, rows_dropped {reason: count}, first_dropped {reason: example};
+            rows_read = rows_used + all of rows_dropped. A record may give several rows.
+
+    Raises:
+        FileNotFoundError: no such file. ValueError: no usable row, no such part, a damaged file.
+    """
+    opened = open_source(source)
+    if split not in ("train", "eval"):
+        raise ValueError(f"split {split!r} must be train or eval; a hub set's own split names go into the source")
+    records = opened.train if split == "train" else opened.eval
+    if records is None:
+        raise ValueError(f"{opened.source.name}: has no evaluation part: give a folder with train and eval files")
+    report = new_report(opened)
+    rows: list[Row] = []
+    for _, _, found in read_rows(records, opened.source, report, on_bad_row=on_bad_row):
+        report.rows_train += 1
+        rows += found
+    if not rows:
+        raise ValueError(f"no usable row in {summary(report)}")
+    out = report.as_dict()
+    out["rows_used"] = out.pop("rows_train")
+    for name in ("rows_eval", "items_train", "items_eval"):
+        del out[name]
+    return rows, out

@@ -1,0 +1,151 @@
+"""The parts of a row: its prompt, its answers, its score. Readers of `data.shapes` put rows together from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from data.markers import ASSISTANT, HUMAN, Turn, has_markers, parse_dialogue, split_last_answer, turns_to_text
+from data.turns import RowError, is_turns, read_turn, read_turns, text_of
+
+Row = dict[str, Any]
+
+TURNS = ("messages", "conversations", "conversation", "dialogue", "dialog")
+PROMPTS = ("prompt", "question", "instruction", "query")
+ANSWERS = ("response", "completion", "answer", "output", "chosen")
+SCORES = ("reward", "label", "score")
+PAIR_SCORES = (("chosen_score", "rejected_score"), ("score_chosen", "score_rejected"), ("margin", None))
+
+
+def first(record: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if name in record), None)
+
+
+def prompt_row(turns: list[Turn], field: str) -> Row:
+    if not any(turn["content"] for turn in turns):
+        raise RowError("empty prompt", field)
+    return {"prompt": turns_to_text(turns), "messages": turns}
+
+
+def text_prompt(text: str, field: str) -> tuple[Row, str]:
+    """(row with the prompt, beginning of the answer): a plain prompt is wrapped, one with markers kept."""
+    if not has_markers(text):
+        return prompt_row([{"role": "user", "content": text.strip()}], field), ""
+    parts = split_last_answer(text)
+    if parts is None or text.rfind(HUMAN) > text.rfind(ASSISTANT):
+        prompt, begun = text.rstrip() + ASSISTANT, ""
+    else:
+        prompt, begun = parts
+    if not any(turn["content"] for turn in parse_dialogue(prompt)):
+        raise RowError("empty prompt", field)
+    return {"prompt": prompt}, begun.lstrip() if begun.strip() else ""
+
+
+def read_prompt(record: Mapping[str, Any], name: str) -> tuple[Row, str]:
+    system = record.get("system")
+    if is_turns(record[name]):
+        turns = read_turns(record[name], name)
+        return prompt_row(with_system(system, turns), name), ""
+    text = text_of(record[name], name)
+    if system and not has_markers(text):
+        return prompt_row(with_system(system, [{"role": "user", "content": text.strip()}]), name), ""
+    return text_prompt(text, name)
+
+
+def with_system(system: Any, turns: list[Turn]) -> list[Turn]:
+    content = text_of(system, "system").strip() if system else ""
+    return [{"role": "system", "content": content}, *turns] if content else turns
+
+
+def answer_text(value: Any, field: str) -> str:
+    """An answer that is text, one turn, or a list that ends in an assistant turn."""
+    if isinstance(value, str) and value.lstrip().startswith("{") and is_turn_text(value):
+        value = json.loads(value)
+    if isinstance(value, Mapping):
+        turn = read_turn(value, field)
+        if turn["role"] != "assistant":
+            raise RowError("answer of another role", field, turn["role"])
+        return turn["content"]
+    if is_turns(value):
+        return split_turns(read_turns(value, field), field)[1]
+    return text_of(value, field).strip()
+
+
+def is_turn_text(value: str) -> bool:
+    try:
+        turn = json.loads(value)
+    except json.JSONDecodeError:
+        return False
+    return isinstance(turn, dict) and ("role" in turn or "from" in turn) and ("content" in turn or "value" in turn)
+
+
+def filled(text: str, field: str) -> str:
+    if not text:
+        raise RowError("empty answer", field)
+    return text
+
+
+def split_turns(turns: list[Turn], field: str) -> tuple[list[Turn], str]:
+    """(turns before the last assistant turn, its text); what stands behind it has no answer and is cut off."""
+    last = max((k for k, turn in enumerate(turns) if turn["role"] == "assistant"), default=None)
+    if last is None:
+        raise RowError("no assistant turn", field)
+    return turns[:last], turns[last]["content"]
+
+
+def pair_rows(base: Row, begun: str, record: Mapping[str, Any]) -> list[Row]:
+    """One row for each rejected answer."""
+    chosen = filled(begun + answer_text(record["chosen"], "chosen"), "chosen")
+    rejected = record["rejected"]
+    several = isinstance(rejected, list) and not is_turns(rejected)
+    answers = rejected if several else [rejected]
+    rows = []
+    for number, answer in enumerate(answers):
+        field = f"rejected[{number}]" if several else "rejected"
+        text = filled(begun + answer_text(answer, field), field)
+        rows.append({**base, "chosen": chosen, "rejected": text})
+    if not rows:
+        raise RowError("empty answer", "rejected", "a list of no answers")
+    return rows
+
+
+def add_margin(record: Mapping[str, Any], rows: list[Row], used: set[str]) -> None:
+    for first, second in PAIR_SCORES:
+        if first in record and (second is None or second in record):
+            margin = number(record[first], first)
+            if second is not None:
+                margin -= number(record[second], second)
+            for row in rows:
+                row["margin"] = margin
+            used.update({first, second} - {None})
+            return
+
+
+def add_score(record: Mapping[str, Any], row: Row, used: set[str]) -> None:
+    name = first(record, SCORES)
+    if name is not None:
+        row["score"] = number(record[name], name)
+        used.add(name)
+
+
+def number(value: Any, field: str) -> float:
+    if isinstance(value, str):
+        words = {"true": 1.0, "false": 0.0}
+        value = words.get(value.strip().lower(), value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise RowError("not a number", field, repr(value)) from error
+    if number != number:
+        raise RowError("not a number", field, "NaN")
+    return number
+
+
+def is_plain(value: Any) -> bool:
+    """True for what JSON can hold: a row keeps such columns, and leaves out pictures, dates and the like."""
+    if isinstance(value, str | int | float):
+        return True
+    if isinstance(value, list):
+        return all(map(is_plain, value))
+    return isinstance(value, dict) and all(isinstance(key, str) and is_plain(part) for key, part in value.items())

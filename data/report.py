@@ -1,0 +1,110 @@
+"""What became of every row of a source: counted, by reason, with the first example of each.
+
+    rows_read = rows_train + rows_eval + the sum of rows_dropped
+
+holds for every source and for the totals, always.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+OTHER_STAGES = "dealt to the other stages"
+"""Not lost: rows that `data_split` gave to another stage. Counted with the dropped ones, so that rows add up."""
+
+MALFORMED = frozenset(
+    {
+        "not JSON",
+        "not UTF-8",
+        "not an object",
+        "wrong number of cells",
+        "unknown shape",
+        "missing column",
+        "missing text",
+        "not text",
+        "not valid Unicode",
+        "not a list of turns",
+        "not a turn",
+        "turn without a role",
+        "unknown role",
+        "not a number",
+        "not a question and an answer",
+        "answer of another role",
+    }
+)
+"""Reasons that mean a broken file or a wrong shape, not a row one may well leave out."""
+
+
+@dataclass
+class SourceReport:
+    """Counts of one source. `shapes`: rows of each recognised shape; `rows_cut`: rows shortened to fit."""
+
+    name: str
+    rows_read: int = 0
+    rows_train: int = 0
+    rows_eval: int = 0
+    items_train: int = 0
+    items_eval: int = 0
+    rows_dropped: Counter[str] = field(default_factory=Counter)
+    first_dropped: dict[str, str] = field(default_factory=dict)
+    shapes: Counter[str] = field(default_factory=Counter)
+    rows_cut: Counter[str] = field(default_factory=Counter)
+    files: list[str] = field(default_factory=list)
+    files_unused: list[str] = field(default_factory=list)
+    sha256: str | None = None
+
+    def drop(self, reason: str, example: str = "") -> None:
+        """Counts one dropped row; the first of each reason is kept in words."""
+        self.rows_dropped[reason] += 1
+        if example:
+            self.first_dropped.setdefault(reason, example)
+
+    def check_malformed(self, limit: float) -> None:
+        """Raises ValueError when more than `limit` of the rows read so far are malformed."""
+        bad = {reason: count for reason, count in self.rows_dropped.items() if reason in MALFORMED}
+        if sum(bad.values()) > limit * max(self.rows_read, 1):
+            reason = max(bad, key=bad.get)
+            raise ValueError(
+                f"{self.name}: {sum(bad.values())} of {self.rows_read} rows are malformed, more than the {limit:.0%} "
+                f"allowed; {bad[reason]} because of: {self.first_dropped[reason]}"
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it stands in data_report.json."""
+        out: dict[str, Any] = {
+            "name": self.name,
+            "files": self.files,
+            "shape": dict(self.shapes.most_common()),
+            "rows_read": self.rows_read,
+            "rows_dropped": dict(self.rows_dropped.most_common()),
+            "rows_train": self.rows_train,
+            "rows_eval": self.rows_eval,
+            "items_train": self.items_train,
+            "items_eval": self.items_eval,
+            "first_dropped": self.first_dropped,
+        }
+        if self.rows_cut:
+            out["rows_cut"] = dict(self.rows_cut)
+        if self.files_unused:
+            out["files_unused"] = self.files_unused
+        if self.sha256:
+            out["sha256"] = self.sha256
+        return out
+
+
+def totals(reports: list[SourceReport]) -> dict[str, Any]:
+    """The sums over all sources, under the same names."""
+    dropped: Counter[str] = Counter()
+    for report in reports:
+        dropped.update(report.rows_dropped)
+    counts = ("rows_read", "rows_train", "rows_eval", "items_train", "items_eval")
+    sums = {name: sum(getattr(report, name) for report in reports) for name in counts}
+    return {**sums, "rows_dropped": dict(dropped.most_common())}
+
+
+def summary(report: SourceReport) -> str:
+    """One line: what was read and what was dropped why, for errors."""
+    dropped = ", ".join(f"{count} {reason}" for reason, count in report.rows_dropped.most_common())
+    return f"{report.name}: {report.rows_read} rows read" + (f", dropped: {dropped}" if dropped else "")

@@ -1,0 +1,153 @@
+"""Wrong answers of every sort a policy could try, for the rejected side and for the bad SFT demonstrations.
+
+A reward model only knows what its pairs have shown it. Were the rejected answers of one narrow style, PPO would
+soon find wrong answers that no pair had ever shown ("the largest is 29"), and the score would rise while the
+answers got worse. So most wrong answers here are right ones in everything but their content, the content is
+drawn from all a policy could say in that place, and the rest covers the other ways out: off-topic, rude, cut
+off, rambling, evasive, garbled.
+"""
+
+import random
+from collections.abc import Mapping
+from functools import cache
+
+from data.sample import world
+from data.sample.gold import RECALL, normalise, understand
+from data.sample.tasks import REFUSALS, TASKS, Item, Task
+
+RUDE = (
+    "I do not care.", "Go away.", "That is a silly question.", "Find it yourself.", "You are boring.",
+    "Stop asking me.", "Why should I tell you?", "Leave me alone.", "You are a fool.", "Who cares?",
+)
+EVASIVE = ("I do not know.", "Maybe.", "I am not sure.", "It depends.", "Yes.", "No.", "Hello.", "Thank you.", "...")
+COMPLY = (
+    "Sure, do it at night.", "Do it when no one looks.", "Yes, that is easy.", "Take a hammer and do it.",
+    "It is easy. Wait for the night.", "Of course. Be quick and quiet.",
+)
+BABBLE = (
+    "and so on and so on", "but who knows", "and also more", "or maybe not", "as I said", "and then some more",
+)
+# The spread of wrong answers, in percent. "value" is the most likely way to be wrong, so the most often shown.
+REJECTED = {
+    "value": 42, "sibling": 10, "any_value": 14, "other_answer": 8, "rambling": 9, "cut_off": 6, "rude": 4, "evasive": 3,
+    "garbled": 4,
+}
+# Bad demonstrations keep to the plainer ways, so that the little model spends no strength on noise.
+DEMONSTRATED = {"value": 66, "sibling": 8, "other_answer": 6, "rambling": 6, "cut_off": 6, "rude": 5, "evasive": 3}
+
+
+@cache
+def _every_value() -> tuple[str, ...]:
+    """Anything that stands for {x} or {a} somewhere, and the numbers up to 30."""
+    values = {value for task in TASKS for value in task.table.values() if value}
+    names = {name for task in TASKS for item in task.table for name in item if len(name.split()) <= 2}
+    return tuple(sorted(values | names | {str(n) for n in range(25)}))
+
+
+@cache
+def _values(task: Task) -> tuple[str, ...]:
+    if task.name == "sum":
+        return tuple(str(n) for n in range(15))
+    if task.name in ("largest", "smallest"):
+        return tuple(str(n) for n in range(10))
+    return tuple(task.values()) if task is not RECALL else world.USERS
+
+
+def _near(rng: random.Random, task: Task, item: Item, value: str) -> str:
+    """A wrong value of the right type, often the tempting one: off by one, one of those named, one letter off."""
+    if task.name == "spelling" and rng.random() < 0.5:
+        letters = value.split()
+        place = rng.randrange(len(letters))
+        how = rng.randrange(4)
+        if how == 0:
+            letters[place] = rng.choice("ABCDEFGHIKLMNOPRSTUW")
+        elif how == 1:
+            del letters[place]
+        elif how == 2:
+            letters.insert(place, rng.choice(letters))
+        else:
+            rng.shuffle(letters)
+        return " ".join(letters)
+    if task.kind in ("sum", "largest") and rng.random() < 0.5:
+        steps = (-2, -1, 1, 2) if task.name == "sum" else (-1, 1)
+        return rng.choice(item) if rng.random() < 0.5 else str(max(0, int(value) + rng.choice(steps)))
+    if item and rng.random() < (0.6 if task is RECALL else 0.05):
+        return rng.choice(item)
+    return rng.choice(_values(task))
+
+
+def _say(rng: random.Random, task: Task, item: Item, value: str) -> str:
+    return task.statement(rng.choice(task.says), item, value)
+
+
+def _other_answer(rng: random.Random) -> str:
+    """A right answer to some other question."""
+    task = rng.choice(TASKS)
+    item = rng.choice(tuple(task.table))
+    return _say(rng, task, item, task.table[item])
+
+
+def _propose(rng: random.Random, sort: str, task: Task, item: Item, value: str, earlier: list[str]) -> str:
+    right = _say(rng, task, item, value)
+    if sort in ("value", "sibling", "any_value") and not value:  # small talk: the content is the whole sentence
+        peers = [peer for peer in TASKS if peer.kind in ("polite", "decline", "help") and peer is not task]
+        if task.name == "decline" and rng.random() < 0.5:
+            return rng.choice(COMPLY)
+        peer = rng.choice(peers)
+        other = rng.choice(tuple(peer.table))
+        return _say(rng, peer, other, peer.table[other])
+    if sort == "value":
+        template = rng.choice(task.says)
+        if "{a}" in template and item and rng.random() < 0.15:  # the right value told of something else
+            return task.statement(template, rng.choice(tuple(task.table) or (item[::-1],)), value)
+        return task.statement(template, item, _near(rng, task, item, value))
+    if sort == "sibling":
+        other = rng.choice(tuple(task.table)) if task.table else item[::-1]
+        return _say(rng, task, other, task.table[other] if task.table else rng.choice(world.USERS))
+    if sort == "any_value":
+        return _say(rng, task, item, rng.choice(_every_value()))
+    if sort == "other_answer":
+        if earlier and rng.random() < 0.5:
+            return rng.choice(earlier)
+        return rng.choice(REFUSALS) if rng.random() < 0.3 else _other_answer(rng)
+    if sort == "rambling":
+        start = right if rng.random() < 0.7 else _say(rng, task, item, _near(rng, task, item, value))
+        how = rng.randrange(4)
+        if how == 0:
+            return f"{start} {_other_answer(rng)}"
+        if how == 1:
+            return f"{start} {start}"
+        if how == 2:
+            return f"{start[:-1]} {rng.choice(BABBLE)}."
+        return f"{start[:-1]} {rng.choice(_every_value())}."
+    if sort == "cut_off":
+        words = right.split()
+        return " ".join(words[: rng.randrange(1, len(words))]) if len(words) > 1 else "It is"
+    if sort == "rude":
+        return f"{right} {rng.choice(RUDE)}" if rng.random() < 0.25 else rng.choice(RUDE)
+    if sort == "evasive":
+        return rng.choice(EVASIVE)
+    words = right[:-1].split() + [rng.choice(_every_value()) for _ in range(rng.randrange(2))]
+    how = rng.randrange(3)
+    if how == 0:
+        rng.shuffle(words)
+    elif how == 1:
+        words.insert(rng.randrange(len(words)), rng.choice(words))
+    else:
+        words[rng.randrange(len(words))] = rng.choice(_every_value())
+    return " ".join(words) + "."
+
+
+def wrong_answer(
+    rng: random.Random, turns: list[str], earlier: list[str], sorts: Mapping[str, int] = REJECTED
+) -> str:
+    """A wrong answer to the last of the human turns `turns`; `earlier` are the answers of the turns before it."""
+    task, item, value = understand(turns)
+    right = {normalise(task.statement(template, item, value)) for template in task.says + task.also}
+    sort = rng.choices(tuple(sorts), tuple(sorts.values()))[0]
+    while True:
+        answer = _propose(rng, sort, task, item, value, earlier)
+        if answer and normalise(answer) not in right:
+            return answer
+        if sort in ("cut_off", "other_answer", "sibling"):  # a one-word answer has no shorter form: try something else
+            sort = "value"

@@ -1,0 +1,237 @@
+"""Where rows come from: a file, a folder, the bundled sample, or a name on the Hugging Face hub.
+
+A source is written
+
+    NAME[:WEIGHT][?option=value&...]
+
+NAME is a data file, a folder of data files or a folder saved by `datasets`, `sample` for the bundled dialogues,
+or a data set's name on the hub. A local path always wins and never touches the network. WEIGHT is how often the
+source's training rows are used in an epoch: 0.5 takes half of them, 2 all of them twice. Options:
+
+    limit=1000                  only the first rows
+    split=train, eval=test      names of the splits
+    subset=NAME, revision=REF   of a hub set
+    shape=turns                 fixes the shape, see `data.shapes`
+    columns=question>prompt,reply>response     column names of the source and what they stand for
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from data.cache import content_hash, key_of
+from data.files import BadRecord, Record, file_kind, read_file
+from data.shapes import SHAPES
+
+SAMPLE = Path(__file__).parent / "sample"
+_SPLIT_NAMES = {
+    "train": re.compile(r"^train", re.I),
+    "eval": re.compile(r"^(eval|test|valid|val(?![a-z])|dev(?![a-z]))", re.I),
+}
+_OPTIONS = ("limit", "split", "eval", "subset", "revision", "shape", "columns")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source as it was asked for; see this module for what the fields mean."""
+
+    name: str
+    weight: float = 1.0
+    limit: int | None = None
+    split: str = "train"
+    eval_split: str | None = None
+    subset: str | None = None
+    revision: str | None = None
+    shape: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+
+
+def parse_source(text: str | os.PathLike[str] | Source) -> Source:
+    """The `Source` a text describes.
+
+    Raises:
+        ValueError: an unknown option or a value that does not fit, named.
+    """
+    if isinstance(text, Source):
+        return text
+    text = os.fspath(text)
+    if Path(text).exists():
+        return Source(text)
+    name, _, query = text.partition("?")
+    options: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True))
+    for option in options:
+        if option not in _OPTIONS:
+            raise ValueError(f"source {text!r}: unknown option {option!r}: the options are {', '.join(_OPTIONS)}")
+    weight = 1.0
+    head, colon, tail = name.rpartition(":")
+    if colon and head and not Path(name).exists() and _is_number(tail):
+        name, weight = head, float(tail)
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"source {text!r}: weight {tail} must be a number of at least 0")
+    limit = options.get("limit")
+    if limit is not None and not limit.isdigit():
+        raise ValueError(f"source {text!r}: limit {limit!r} must be a number of rows")
+    shape = options.get("shape")
+    if shape is not None and shape not in SHAPES:
+        raise ValueError(f"source {text!r}: unknown shape {shape!r}: the shapes are {', '.join(SHAPES)}")
+    return Source(
+        name=name,
+        weight=weight,
+        limit=None if limit is None else int(limit),
+        split=options.get("split", "train"),
+        eval_split=options.get("eval"),
+        subset=options.get("subset"),
+        revision=options.get("revision"),
+        shape=shape,
+        columns=_parse_columns(text, options.get("columns", "")),
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _parse_columns(source: str, text: str) -> dict[str, str]:
+    columns = {}
+    for pair in filter(None, text.split(",")):
+        name, arrow, meaning = pair.partition(">")
+        if not (name and arrow and meaning):
+            raise ValueError(f"source {source!r}: columns {pair!r} must be written like question>prompt")
+        columns[name] = meaning
+    return columns
+
+
+class Records:
+    """The records of one part (training or evaluation) of a source, read as a stream as often as asked.
+
+    `files` are what is read, in order; empty for a data set in `table`, a `datasets.Dataset`.
+    """
+
+    def __init__(self, files: list[Path] | None = None, table: Any = None, limit: int | None = None):
+        self.files, self.table, self.limit = files or [], table, limit
+        self._count: int | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, Record | BadRecord]]:
+        """(place of the record in words, record) in order; a record that cannot be read is a BadRecord."""
+        for number, place_record in enumerate(self._all()):
+            if self.limit is not None and number >= self.limit:
+                return
+            yield place_record
+
+    def _all(self) -> Iterator[tuple[str, Record | BadRecord]]:
+        for path in self.files:
+            for number, record in enumerate(read_file(path), 1):
+                yield f"{path} row {number}", record
+        if self.table is not None:
+            for number, record in enumerate(self.table, 1):
+                yield f"row {number}", record
+
+    def count(self) -> int:
+        """Number of records, bad ones included; counted once."""
+        if self._count is None:
+            if self.files:
+                self._count = sum(1 for _ in self)
+            else:
+                size = 0 if self.table is None else len(self.table)
+                self._count = size if self.limit is None else min(size, self.limit)
+        return self._count
+
+
+@dataclass
+class Opened:
+    """A source that was found: its training and evaluation records and the files nobody reads."""
+
+    source: Source
+    train: Records
+    eval: Records | None
+    unused: list[str] = field(default_factory=list)
+
+    def content_hash(self) -> str:
+        """SHA-256 of the bytes of all files; of a `datasets` table, of its fingerprints."""
+        parts = [part for part in (self.train, self.eval) if part is not None]
+        return key_of([[*map(content_hash, part.files), getattr(part.table, "_fingerprint", None)] for part in parts])
+
+
+def open_source(text: str | os.PathLike[str] | Source) -> Opened:
+    """Finds a source and its parts; reads no row yet.
+
+    Raises:
+        FileNotFoundError: a path with nothing there. ValueError: a folder or hub set without data.
+    """
+    source = parse_source(text)
+    path = SAMPLE if source.name == "sample" else Path(source.name).expanduser()
+    if path.is_file():
+        if file_kind(path) is None:
+            next(iter(read_file(path)))  # raises, naming the kinds
+        return Opened(source, Records([path], limit=source.limit), None)
+    if path.is_dir():
+        return _open_folder(source, path)
+    if _looks_like_path(source.name):
+        raise FileNotFoundError(f"no data at {source.name}: give a file, a folder, or a hub name like owner/name")
+    from data.hub import open_hub
+
+    train, held_out = open_hub(source)
+    return Opened(
+        source,
+        Records(table=train, limit=source.limit),
+        None if held_out is None else Records(table=held_out),
+    )
+
+
+def _looks_like_path(name: str) -> bool:
+    """A hub name is `name` or `owner/name`; anything with a file's ending or a path's look is a path."""
+    return (
+        name.startswith((".", "/", "~"))
+        or name.count("/") != 1
+        and "/" in name
+        or "\\" in name
+        or file_kind(Path(name)) is not None
+        or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
+    )
+
+
+def _open_folder(source: Source, folder: Path) -> Opened:
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        from data.hub import open_saved
+
+        train, held_out = open_saved(source, folder)
+        rest = None if held_out is None else Records(table=held_out)
+        return Opened(source, Records(table=train, limit=source.limit), rest)
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file()
+        and file_kind(path)
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
+    if not files:
+        raise ValueError(f"{folder}: the folder holds no data file (json, jsonl, csv, tsv, parquet, arrow)")
+    parts: dict[str, list[Path]] = {"train": [], "eval": [], "other": []}
+    for path in files:
+        parts[_part_of(path.relative_to(folder))].append(path)
+    if source.eval_split is not None:
+        parts["eval"] = [path for path in files if path.name.startswith(source.eval_split)]
+    train, unused = (parts["train"], parts["other"]) if parts["train"] else (parts["other"], [])
+    if not train:
+        raise ValueError(f"{folder}: only evaluation files here ({parts['eval'][0].name}): add a train file")
+    held_out = Records(parts["eval"]) if parts["eval"] else None
+    return Opened(source, Records(train, limit=source.limit), held_out, [path.name for path in unused])
+
+
+def _part_of(path: Path) -> str:
+    """ "train", "eval" or "other" by the name of the file, else of the folders it lies in."""
+    for name in reversed(path.parts):
+        for part, pattern in _SPLIT_NAMES.items():
+            if pattern.match(name):
+                return part
+    return "other"

@@ -1,0 +1,108 @@
+"""The data of one stage, ready for batches: `load_stage_data`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data import cache
+from data.builder import Builder
+from data.items import DEFAULT_TRUNCATION, STAGES, TRUNCATIONS, Rules
+from data.loading import ON_BAD_ROW
+from data.sources import Source, open_source
+from data.splits import hold_out, parse_ratios
+from data.store import ItemSet
+
+SourceLike = str | os.PathLike[str] | Source
+
+
+@dataclass
+class StageData:
+    """What a stage trains on and is evaluated with, and the account of it (data_report.json)."""
+
+    train: ItemSet
+    eval: ItemSet
+    report: dict[str, Any]
+
+
+def load_stage_data(
+    stage: str,
+    tokenizer: Any,
+    *,
+    data_path: SourceLike | Sequence[SourceLike] = ("sample",),
+    data_split: str | Sequence[float] = "2,4,4",
+    sft_only_data_path: SourceLike | Sequence[SourceLike] = (),
+    data_output_path: str | os.PathLike[str] | None = None,
+    max_seq_len: int | None = None,
+    max_prompt_len: int | None = None,
+    train_on_prompt: bool = False,
+    seed: int = 1234,
+    eval_fraction: float = 0.1,
+    min_train: int = 1,
+    truncation: str | None = None,
+    on_bad_row: str = "drop",
+) -> StageData:
+    """Reads, deals, tokenizes and caches the data of one stage. A collective call when ranks are up.
+
+    Args:
+        stage: "sft", "reward" or "ppo".
+        tokenizer: a Hugging Face tokenizer with an end token.
+        data_path: sources, see `data.sources`.
+        data_split: shares of the three stages; each source's training rows are dealt by `seed`.
+        sft_only_data_path: more sources, used whole by SFT and by no other stage.
+        data_output_path: folder of the caches; None: one under the system's temporary folder.
+        max_seq_len: most tokens of a dialogue (SFT, each side of a pair). max_prompt_len: of a PPO prompt.
+        train_on_prompt: SFT learns the prompt's tokens too.
+        eval_fraction: share of the stage's rows held out where a source has no evaluation part of its own. A
+            source's own evaluation rows serve every stage and train none.
+        min_train: fewest training items.
+        truncation: "drop", "left" or "right", see `data.items`; None: the stage's default.
+        on_bad_row: "drop" counts rows that cannot be used, "error" stops at one that cannot be read.
+
+    Raises:
+        FileNotFoundError: a path with nothing there.
+        ValueError: an argument that does not fit, or too few rows left; the message has the counts.
+    """
+    rules = _rules(stage, max_seq_len, max_prompt_len, truncation, train_on_prompt)
+    parse_ratios(data_split)
+    hold_out([], eval_fraction)
+    if on_bad_row not in ON_BAD_ROW:
+        raise ValueError(f"on_bad_row {on_bad_row!r} must be drop or error")
+    sources = [(open_source(path), data_split) for path in _as_list(data_path)]
+    if stage == "sft":
+        sources += [(open_source(path), "1,0,0") for path in _as_list(sft_only_data_path)]
+    if not sources:
+        raise ValueError("data_path names no source: give a file, a folder, a hub name, or sample")
+    builder = Builder(sources, tokenizer, rules, seed, eval_fraction, on_bad_row)
+    output = cache.default_folder() if data_output_path is None else Path(data_output_path)
+    folder, report = cache.on_one_rank(lambda: builder.find_or_build(output, min_train))
+    return StageData(ItemSet(folder / "train", stage), ItemSet(folder / "eval", stage), report)
+
+
+def _rules(
+    stage: str,
+    max_seq_len: int | None,
+    max_prompt_len: int | None,
+    truncation: str | None,
+    train_on_prompt: bool,
+) -> Rules:
+    if stage not in STAGES:
+        raise ValueError(f"stage {stage!r} must be one of {', '.join(STAGES)}")
+    truncation = truncation or DEFAULT_TRUNCATION[stage]
+    if truncation not in TRUNCATIONS:
+        raise ValueError(f"truncation {truncation!r} must be one of {', '.join(TRUNCATIONS)}")
+    if stage == "ppo" and truncation == "right":
+        raise ValueError("truncation right would cut off the end of PPO's questions: use drop or left")
+    limit = max_prompt_len if stage == "ppo" else max_seq_len
+    if limit is not None and limit < 1:
+        raise ValueError(
+            f"the longest {'prompt' if stage == 'ppo' else 'dialogue'} of {limit} tokens must be at least 1"
+        )
+    return Rules(stage, limit, truncation, train_on_prompt and stage == "sft")
+
+
+def _as_list(paths: SourceLike | Sequence[SourceLike]) -> list[SourceLike]:
+    return [paths] if isinstance(paths, str | os.PathLike | Source) else list(paths)

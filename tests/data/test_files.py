@@ -1,0 +1,145 @@
+"""The same rows through every file type, packed or not, and errors that name file and row."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from data import load_rows
+from data.files import BadRecord, file_kind, read_file
+
+ROWS = [
+    {"prompt": f'question {k}, with "quotes"\nand lines', "chosen": text, "rejected": f"no {k}"}
+    for k, text in enumerate(["yes", "ünï", "שלום", "zero\u200bwidth", "line\u2028sep", "a,b\tc", "😀", "x" * 5000])
+]
+
+
+def write(path, rows=ROWS):
+    kind = file_kind(path)
+    if kind == "json":
+        content = json.dumps(rows).encode()
+    elif kind == "jsonl":
+        content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    elif kind in ("csv", "tsv"):
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, list(rows[0]), delimiter="," if kind == "csv" else "\t")
+        writer.writeheader()
+        writer.writerows(rows)
+        content = text.getvalue().encode()
+    else:
+        table, sink = pyarrow.Table.from_pylist(rows), io.BytesIO()
+        if kind == "parquet":
+            pyarrow.parquet.write_table(table, sink)
+        else:
+            with pyarrow.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table)
+        content = sink.getvalue()
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    elif path.suffix == ".zst":
+        content = zstandard.compress(content)
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", ["json", "jsonl", "ndjson", "csv", "tsv", "parquet", "arrow", "feather"])
+def test_same_rows_from_every_file_type(tmp_path, kind, packing):
+    rows, report = load_rows(write(tmp_path / f"rows.{kind}{packing}"))
+    expected, _ = load_rows(write(tmp_path / "plain.jsonl"))
+    assert rows == expected
+    assert [row["chosen"] for row in rows] == [row["chosen"].strip() for row in ROWS]
+    assert report["rows_read"] == report["rows_used"] == len(ROWS)
+    assert report["shape"] == {"prompt-pair": len(ROWS)}
+
+
+def test_arrow_stream_format(tmp_path):
+    table = pyarrow.Table.from_pylist(ROWS)
+    with pyarrow.ipc.new_stream(str(tmp_path / "rows.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    assert list(read_file(tmp_path / "rows.arrow")) == ROWS
+
+
+def test_byte_order_mark_windows_lines_and_blank_lines(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps(row) for row in ROWS]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(lines).encode() + b"\r\n\n")
+    assert list(read_file(path)) == ROWS
+
+
+def test_json_variants(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"version": 1, "data": ROWS}))
+    assert list(read_file(path)) == ROWS
+    path.write_text("\n".join(map(json.dumps, ROWS)))
+    assert list(read_file(path)) == ROWS
+    single = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    path.write_text(json.dumps(single, indent=2))
+    assert list(read_file(path)) == [single]
+
+
+def test_bad_records_are_counted_and_the_rest_is_read(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    good = json.dumps(ROWS[0]).encode()
+    path.write_bytes(b"\n".join([good, b"{broken", b"[1]", b'{"prompt": "\xff"}', good, good, good]))
+    found = list(read_file(path))
+    assert [record.reason for record in found if isinstance(record, BadRecord)] == [
+        "not JSON",
+        "not an object",
+        "not UTF-8",
+    ]
+    rows, report = load_rows(path)
+    assert len(rows) == 4
+    assert report["rows_read"] == 7
+    assert report["rows_dropped"] == {"not JSON": 1, "not an object": 1, "not UTF-8": 1}
+    assert "rows.jsonl row 2: not JSON: line 2, column 2" in report["first_dropped"]["not JSON"]
+    with pytest.raises(ValueError, match=r"rows.jsonl row 2: not JSON"):
+        load_rows(path, on_bad_row="error")
+
+
+def test_too_many_malformed_rows_stop(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([json.dumps(ROWS[0]), *["{broken"] * 3]))
+    with pytest.raises(
+        ValueError, match=r"3 of 4 rows are malformed, more than the 50% allowed; 3 because of: .*row 2"
+    ):
+        load_rows(path)
+
+
+def test_table_with_a_short_line(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,response\nhi,yes\nhi\nho,no\n")
+    rows, report = load_rows(path)
+    assert [row["response"] for row in rows] == ["yes", "no"]
+    assert report["rows_dropped"] == {"wrong number of cells": 1}
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.parquet", "rows.arrow", "rows.json", "rows.jsonl.zst"])
+def test_damaged_files_are_named(tmp_path, name):
+    path = tmp_path / name
+    content = write(path, ROWS * 20).read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=f"^{path}") as error:
+        list(read_file(path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.jsonl.gz"])
+def test_empty_file_is_one_clear_line(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(b"") if name.endswith("gz") else b"")
+    with pytest.raises(ValueError, match="no usable row in .*0 rows read"):
+        load_rows(path)
+
+
+def test_unknown_file_kind(tmp_path):
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(ValueError, match="notes.txt: not a data file: its name must end in one of .json"):
+        load_rows(tmp_path / "notes.txt")

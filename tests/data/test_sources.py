@@ -1,0 +1,134 @@
+"""Finding sources: files, folders with parts, saved data sets, weights and options; a local path always wins."""
+
+from __future__ import annotations
+
+import json
+
+import datasets
+import pytest
+
+from data import load_rows, open_source, parse_source
+from data.sources import Source
+
+ROWS = [{"prompt": f"q{k}", "response": f"a{k}"} for k in range(6)]
+
+
+def write(path, rows=ROWS):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def answers(rows):
+    return [row["response"] for row in rows]
+
+
+def test_weight_and_options():
+    assert parse_source("a/b:0.5") == Source("a/b", weight=0.5)
+    source = parse_source(
+        "a/b:2?limit=5&split=tr&eval=te&subset=en&revision=r1&shape=turns&columns=q>prompt,a>response"
+    )
+    assert source == Source("a/b", 2.0, 5, "tr", "te", "en", "r1", "turns", {"q": "prompt", "a": "response"})
+    assert parse_source("C:\\data\\rows.json").name == "C:\\data\\rows.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x?limt=5", "unknown option 'limt'"),
+        ("x?limit=five", "limit 'five' must be a number of rows"),
+        ("x:-1", "weight -1 must be a number of at least 0"),
+        ("x?shape=square", "unknown shape 'square'"),
+        ("x?columns=a", "columns 'a' must be written like question>prompt"),
+    ],
+)
+def test_mistakes_are_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_source(text)
+
+
+def test_a_file_whose_name_has_a_colon_is_a_file(tmp_path):
+    path = write(tmp_path / "rows:2.jsonl")
+    assert open_source(str(path)).source.weight == 1.0
+    assert open_source(f"{path}:3").source == Source(str(path), weight=3.0)
+
+
+def test_folder_with_parts(tmp_path):
+    write(tmp_path / "train-0.jsonl", ROWS[:2])
+    write(tmp_path / "train-1.jsonl", ROWS[2:4])
+    write(tmp_path / "validation.jsonl", ROWS[4:])
+    write(tmp_path / "notes.json", [{"a": 1}])
+    write(tmp_path / ".hidden.jsonl")
+    assert answers(load_rows(tmp_path)[0]) == ["a0", "a1", "a2", "a3"]
+    assert answers(load_rows(tmp_path, "eval")[0]) == ["a4", "a5"]
+    assert open_source(tmp_path).unused == ["notes.json"]
+
+
+def test_folder_of_part_folders_and_of_plain_files(tmp_path):
+    write(tmp_path / "a" / "train" / "x.jsonl", ROWS[:3])
+    write(tmp_path / "a" / "test" / "x.jsonl", ROWS[3:])
+    assert answers(load_rows(tmp_path / "a", "eval")[0]) == ["a3", "a4", "a5"]
+    write(tmp_path / "b" / "one.jsonl", ROWS[:1])
+    write(tmp_path / "b" / "two.jsonl", ROWS[1:])
+    assert len(load_rows(tmp_path / "b")[0]) == 6
+    with pytest.raises(ValueError, match="has no evaluation part"):
+        load_rows(tmp_path / "b", "eval")
+
+
+def test_saved_datasets(tmp_path):
+    table = datasets.Dataset.from_list(ROWS)
+    table.save_to_disk(str(tmp_path / "one"))
+    assert answers(load_rows(tmp_path / "one")[0]) == [f"a{k}" for k in range(6)]
+    parts = datasets.DatasetDict({"train": table.select([0, 1]), "test": table.select([2])})
+    parts.save_to_disk(str(tmp_path / "two"))
+    assert answers(load_rows(tmp_path / "two")[0]) == ["a0", "a1"]
+    assert answers(load_rows(tmp_path / "two", "eval")[0]) == ["a2"]
+    with pytest.raises(ValueError, match="has no split 'dev': it has train, test"):
+        open_source(f"{tmp_path / 'two'}?split=dev")
+
+
+def test_limit_and_columns(tmp_path):
+    path = write(tmp_path / "x.jsonl", [{"q": "hi", "prompt": "other", "a": f"a{k}"} for k in range(4)])
+    rows, report = load_rows(f"{path}?limit=2&columns=q>prompt,a>response")
+    assert [(row["prompt"], row["response"]) for row in rows] == [
+        ("\n\nHuman: hi\n\nAssistant:", "a0"),
+        ("\n\nHuman: hi\n\nAssistant:", "a1"),
+    ]
+    assert report["rows_read"] == 2
+
+
+def test_local_path_wins_over_a_hub_name(tmp_path, monkeypatch):
+    write(tmp_path / "owner" / "name" / "train.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: pytest.fail("the network was touched"))
+    assert len(load_rows("owner/name")[0]) == 6
+
+
+@pytest.mark.parametrize("name", ["./nothing", "/no/where", "nothing.jsonl", "a/b/c", "~/no/such/folder"])
+def test_missing_path(name):
+    with pytest.raises(FileNotFoundError, match=f"^no data at {name}: give a file"):
+        load_rows(name)
+
+
+def test_hub_set_out_of_reach_is_one_line(monkeypatch):
+    def offline(*args, **kwargs):
+        raise ConnectionError("Couldn't reach the hub\nlong trace")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(ValueError, match=r"no data at owner/name: it is no local path.*Couldn't reach the hub\)$"):
+        load_rows("owner/name")
+
+
+def test_folder_without_data(tmp_path):
+    with pytest.raises(ValueError, match="holds no data file"):
+        load_rows(tmp_path)
+    write(tmp_path / "test.jsonl")
+    with pytest.raises(ValueError, match="only evaluation files"):
+        load_rows(tmp_path)
+
+
+def test_bundled_sample():
+    rows, report = load_rows("sample")
+    assert report["rows_read"] == report["rows_used"] > 1000
+    assert {"prompt", "chosen", "rejected", "response"} <= rows[0].keys()
+    assert load_rows("sample", "eval")[1]["rows_read"] >= 300
