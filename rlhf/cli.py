@@ -1,0 +1,84 @@
+"""The ``rlhf`` command: ``run``, ``sft``, ``reward``, ``ppo``, ``chat``, ``report``.
+
+Whatever fails ends in one line on standard error, ``error: …``, and a status other than 0: 2 for a command
+line that cannot be read, 128 plus the signal's number after an interruption, 1 for the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from rlhf.arguments import STAGE_PARSERS, nearest, parse
+from rlhf.failure import is_user_error, one_line
+from rlhf.launch import Interrupted, StageFailed, run_stage
+from rlhf.launch_flags import add_launch_flags, take_launch_flags
+
+USAGE = """\
+usage: rlhf COMMAND [flags]
+
+  run            the whole pipeline: SFT, reward model, PPO; without flags on the bundled sample
+  sft            step 1 alone: supervised fine-tuning
+  reward         step 2 alone: the reward model
+  ppo            step 3 alone: PPO
+  chat           talk to a model:  rlhf chat --path OUTPUT/ppo/actor
+  report         draw a run's report again:  rlhf report OUTPUT
+
+`rlhf COMMAND --help` lists the flags of each.
+"""
+COMMANDS = ("run", "sft", "reward", "ppo", "chat", "report")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command; returns only when all of it was done."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _dispatch(argv)
+    except StageFailed as failure:
+        _fail(str(failure), 1, failure.details)
+    except Interrupted as stop:
+        _fail(str(stop), 128 + stop.signum)
+    except KeyboardInterrupt:
+        _fail("stopped by SIGINT", 130)
+    except (ValueError, OSError) as error:
+        if not is_user_error(error):
+            raise
+        _fail(one_line(error), 1)
+
+
+def _dispatch(argv: list[str]) -> None:
+    command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    if command in ("-h", "--help", "help"):
+        print(USAGE, end="")
+    elif command in STAGE_PARSERS:
+        _stage(command, rest)
+    elif command == "run":
+        from rlhf import pipeline
+
+        pipeline.main(rest)
+    elif command == "chat":
+        from rlhf import chat
+
+        chat.main(rest)
+    elif command == "report":
+        from rlhf import report
+
+        report.main(rest)
+    else:
+        _fail(f"rlhf: unknown command {command}{nearest(command, COMMANDS)} (rlhf --help lists them all)", 2)
+
+
+def _stage(stage: str, argv: list[str]) -> None:
+    parser = STAGE_PARSERS[stage]()
+    add_launch_flags(parser)
+    parse(parser, argv)  # here, so that a slip is answered before any process starts
+    nproc, nodes, rest = take_launch_flags(argv)
+    run_stage(stage, rest, nproc, nodes)
+
+
+def _fail(line: str, status: int, details: str = "") -> NoReturn:
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)  # a progress bar that was killed leaves the cursor hidden
+    print(f"{details}error: {line}", file=sys.stderr, flush=True)
+    raise SystemExit(status)

@@ -1,0 +1,84 @@
+"""The numbers of the pipeline's stages, in one place. ``rlhf run --ppo-args "…"`` overrules any of them.
+
+Batch sizes are those of one process. The pipeline divides them by the number of processes, so that an update
+sees as many rows however many share the work.
+"""
+
+from __future__ import annotations
+
+Flags = dict[str, object]
+
+# A model of about a million parameters from scratch, on the bundled dialogues: minutes on two CPU cores.
+SAMPLE: dict[str, Flags] = {
+    "sft": {
+        "max_seq_len": 128,
+        "per_device_train_batch_size": 32,
+        "per_device_eval_batch_size": 64,
+        "num_train_epochs": 8,
+        "learning_rate": 2e-3,
+        "num_warmup_steps": 20,
+        "lr_scheduler_type": "cosine",
+    },
+    "reward": {
+        "max_seq_len": 128,
+        "per_device_train_batch_size": 32,
+        "per_device_eval_batch_size": 64,
+        "num_train_epochs": 8,
+        "learning_rate": 1e-3,
+        "num_warmup_steps": 20,
+    },
+    "ppo": {
+        "max_prompt_seq_len": 96,
+        "max_answer_seq_len": 32,
+        "per_device_generation_batch_size": 128,
+        "per_device_training_batch_size": 128,
+        "num_train_epochs": 8,
+        "max_steps": 100,
+        "actor_learning_rate": 5e-4,
+        "critic_learning_rate": 1e-3,
+        "num_warmup_steps": 5,
+        "lr_scheduler_type": "linear",
+        "kl_ctl": 0.3,
+        "normalize_scores": True,
+        "eval_interval": 10,
+    },
+}
+
+# A pretrained model: DeepSpeed-Chat's settings for its 1.3b actor and 350m reward model.
+PRETRAINED: dict[str, Flags] = {
+    "sft": {
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "learning_rate": 9.65e-6,
+        "num_train_epochs": 2,
+    },
+    "reward": {
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "learning_rate": 5e-5,
+        "weight_decay": 0.1,
+        "dropout": 0.0,
+    },
+    "ppo": {
+        "per_device_generation_batch_size": 8,
+        "per_device_training_batch_size": 8,
+        "actor_learning_rate": 9.65e-6,
+        "critic_learning_rate": 5e-6,
+        "actor_dropout": 0.0,
+        "num_warmup_steps": 100,
+        "num_eval_prompts": 64,
+    },
+}
+
+SAMPLE_MODEL = "recipe:llama-1m"
+SAMPLE_DATA = "sample"
+SAMPLE_JUDGE = "data.sample.gold:score"  # tells right answers from wrong ones, on the bundled prompts alone
+
+
+def recipe(actor_model: str, data_path: list[str]) -> dict[str, Flags]:
+    """The recipe of an actor on its data: ``{stage: {flag: value}}``."""
+    chosen = SAMPLE if actor_model.startswith("recipe:") else PRETRAINED
+    flags = {stage: dict(values) for stage, values in chosen.items()}
+    if data_path == [SAMPLE_DATA]:
+        flags["ppo"]["gold_fn"] = SAMPLE_JUDGE
+    return flags

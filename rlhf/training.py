@@ -1,0 +1,128 @@
+"""What the three stages share around their loops: engine configs, the stream of batches, checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import engine
+from data import BatchSampler
+from rlhf.arguments import resolve_dtype
+
+logger = logging.getLogger(__name__)
+
+ADAM_BETAS = (0.9, 0.95)
+
+
+def train_config(
+    args: argparse.Namespace,
+    *,
+    zero_stage: int,
+    micro_batch: int,
+    learning_rate: float,
+    weight_decay: float,
+    total_steps: int,
+    hybrid_engine: dict | None = None,
+) -> dict[str, Any]:
+    """The engine's config of a model that trains: AdamW, the asked-for schedule, clipping at norm 1.
+
+    `total_steps` counts optimizer steps: the schedule ends with the run.
+    """
+    return {
+        **_common(args, zero_stage, micro_batch),
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": learning_rate, "betas": list(ADAM_BETAS), "weight_decay": weight_decay},
+        },
+        "scheduler": {
+            "type": args.lr_scheduler_type,
+            "params": {"num_warmup_steps": args.num_warmup_steps, "num_training_steps": max(1, total_steps)},
+        },
+        "gradient_clipping": 1.0,
+        "hybrid_engine": hybrid_engine or {"enabled": False},
+    }
+
+
+def inference_config(args: argparse.Namespace, *, zero_stage: int, micro_batch: int) -> dict[str, Any]:
+    """The engine's config of a model that only runs (reference, reward): sharded if its trained twin is in stage 3."""
+    return _common(args, 3 if zero_stage == 3 else 0, micro_batch)
+
+
+def _common(args: argparse.Namespace, zero_stage: int, micro_batch: int) -> dict[str, Any]:
+    device = engine.distributed.device()
+    bf16_supported = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    dtype, _ = resolve_dtype(args.dtype, device.type, bf16_supported)
+    zero: dict[str, Any] = {"stage": zero_stage}
+    if args.offload:
+        zero["offload_param"] = zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "bf16": {"enabled": dtype == "bf16"},
+        "fp16": {"enabled": dtype == "fp16", "loss_scale_window": 100},
+        "zero_optimization": zero,
+    }
+
+
+def prepare_module(module: torch.nn.Module, gradient_checkpointing: bool) -> torch.nn.Module:
+    """Switch activation checkpointing on where asked."""
+    if gradient_checkpointing:
+        module.activation_checkpointing_enable()
+    return module
+
+
+def sampler_for(
+    items: Any, batch_size: int, seed: int, *, shuffle: bool = True, drop_last: bool = True
+) -> BatchSampler:
+    """This rank's share of `items`, `batch_size` at a time."""
+    return BatchSampler(
+        len(items),
+        batch_size,
+        rank=engine.distributed.rank(),
+        world_size=engine.distributed.world_size(),
+        seed=seed,
+        shuffle=shuffle,
+        drop_last=drop_last,
+    )
+
+
+def batch_stream(sampler: BatchSampler, start: int = 0) -> Iterator[tuple[int, list[int]]]:
+    """Endless (epoch, indices) from micro-batch number `start` on: a resumed run goes on where it stopped."""
+    epoch, batch = divmod(start, len(sampler))
+    while True:
+        for indices in sampler.iter(epoch, start_batch=batch):
+            yield epoch, indices
+        epoch, batch = epoch + 1, 0
+
+
+def count_steps(batches_per_epoch: int, args: argparse.Namespace) -> int:
+    """Optimizer steps of a run: whole accumulation windows over all epochs, at most `--max_steps`.
+
+    Raises:
+        ValueError: there is not one whole step in the data.
+    """
+    steps = args.num_train_epochs * batches_per_epoch // args.gradient_accumulation_steps
+    if steps == 0:
+        raise ValueError(
+            f"{args.num_train_epochs} epoch(s) of {batches_per_epoch} micro-batch(es) make no optimizer step with "
+            f"--gradient_accumulation_steps {args.gradient_accumulation_steps}: lower it or the batch size"
+        )
+    return min(steps, args.max_steps) if args.max_steps else steps
+
+
+def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+
+
+def checkpoint_folder(args: argparse.Namespace, name: str = "") -> Path:
+    return Path(args.output_dir) / "checkpoints" / name
+
+
+def is_due(step: int, interval: int) -> bool:
+    """True after every `interval`-th step; never for 0."""
+    return interval > 0 and step % interval == 0

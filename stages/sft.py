@@ -1,0 +1,163 @@
+"""Step 1, supervised fine-tuning: next-token cross-entropy on the assistant's tokens and their end token.
+
+rlhf sft --model_name_or_path FOLDER --data_path FILE --output_dir OUTPUT
+torchrun --nproc-per-node 2 -m stages.sft ...
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+from transformers import set_seed
+
+import engine
+from data import collate_sft, load_rows, load_stage_data
+from engine.distributed import all_reduce_sums
+from rlhf import recipes
+from rlhf.arguments import parse, sft_parser
+from rlhf.experience import positions
+from rlhf.launch import stage_main
+from rlhf.losses import causal_lm_loss
+from rlhf.metrics import MetricsWriter, write_data_report, write_run_json
+from rlhf.models import load_actor, load_tokenizer
+from rlhf.progress import Progress
+from rlhf.training import (
+    batch_stream,
+    checkpoint_folder,
+    count_steps,
+    is_due,
+    prepare_module,
+    sampler_for,
+    to_device,
+    train_config,
+)
+
+
+@stage_main("sft")
+def main(argv: list[str] | None = None) -> None:
+    args = parse(sft_parser(), argv)
+    engine.init_distributed()
+    set_seed(args.seed)
+    write_run_json(args.output_dir, args, status="running")
+
+    model_path = args.model_name_or_path
+    if recipes.is_recipe(model_path):
+        model_path = new_model(args)
+    tokenizer = load_tokenizer(model_path)
+    data = load_stage_data(
+        "sft",
+        tokenizer,
+        data_path=args.data_path,
+        data_split=args.data_split,
+        sft_only_data_path=args.sft_only_data_path,
+        data_output_path=args.data_output_path,
+        max_seq_len=args.max_seq_len,
+        train_on_prompt=args.train_on_prompt,
+        seed=args.seed,
+    )
+    write_data_report(args.output_dir, data.report)
+
+    sampler = sampler_for(data.train, args.per_device_train_batch_size, args.seed)
+    total_steps = count_steps(len(sampler), args)
+    model = prepare_module(load_actor(model_path, dropout=args.dropout), args.gradient_checkpointing)
+    config = train_config(
+        args,
+        zero_stage=args.zero_stage,
+        micro_batch=args.per_device_train_batch_size,
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        total_steps=total_steps,
+    )
+    eng = engine.initialize(model, config)
+    if args.resume:
+        eng.load_checkpoint(checkpoint_folder(args))
+
+    accumulation = args.gradient_accumulation_steps
+    eval_interval = args.eval_interval or max(1, len(sampler) // accumulation)
+    batches = batch_stream(sampler, start=eng.global_steps * accumulation)
+    writer = MetricsWriter(args.output_dir, "sft", args, start_step=eng.global_steps)
+    if eng.global_steps == 0:
+        writer.log_eval(0, evaluate(eng, data.eval, tokenizer, args))
+    with Progress(total_steps, "SFT", start=eng.global_steps) as progress:
+        for step in range(eng.global_steps + 1, total_steps + 1):
+            started, lr, totals = time.perf_counter(), eng.get_lr()[0], torch.zeros(3, dtype=torch.float64)
+            eng.train()
+            for _ in range(accumulation):
+                epoch, indices = next(batches)
+                batch = to_device(collate_sft([data.train[i] for i in indices], tokenizer.pad_token_id), eng.device)
+                loss, count = batch_loss(eng, batch)
+                loss = eng.backward(loss, weight=count)
+                eng.step()
+                totals += torch.tensor([float(loss) * count, count, int(batch["attention_mask"].sum())])
+            loss_sum, count, tokens = all_reduce_sums(totals.tolist())
+            seconds = time.perf_counter() - started
+            shown = {"loss": loss_sum / max(count, 1), "lr": lr, "grad_norm": eng.get_global_grad_norm()}
+            writer.log(
+                step,
+                {
+                    **shown,
+                    "epoch": epoch,
+                    "tokens": int(tokens),
+                    "skipped": eng.skipped_steps,
+                    "step_seconds": seconds,
+                    "tokens_per_second": tokens / seconds,
+                },
+            )
+            progress.update(step, **shown)
+            if is_due(step, eval_interval) or step == total_steps:
+                writer.log_eval(step, evaluate(eng, data.eval, tokenizer, args))
+            if is_due(step, args.save_interval):
+                eng.save_checkpoint(checkpoint_folder(args))
+
+    eng.save_pretrained(args.output_dir)
+    if engine.distributed.is_main():
+        tokenizer.save_pretrained(args.output_dir)
+    writer.close()
+    write_run_json(args.output_dir, args, status="complete")
+
+
+def batch_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Mean cross-entropy over the micro-batch's supervised tokens, and their number."""
+    mask = batch["attention_mask"]
+    logits = model(
+        input_ids=batch["input_ids"], attention_mask=mask, position_ids=positions(mask), use_cache=False
+    ).logits
+    return causal_lm_loss(logits, batch["labels"])
+
+
+@torch.no_grad()
+def evaluate(eng, items, tokenizer, args) -> dict[str, float]:
+    """Held-out loss and perplexity, a mean over all supervised tokens of all ranks."""
+    if not len(items):
+        return {}
+    eng.eval()
+    loss_sum, count_sum = 0.0, 0
+    size = args.per_device_eval_batch_size
+    for indices in sampler_for(items, size, args.seed, shuffle=False, drop_last=False).iter(0):
+        # A rank whose share has run out still takes part in the gathers of stage 3, with a row that counts for nothing.
+        batch = to_device(collate_sft([items[i] for i in indices or [0]], tokenizer.pad_token_id), eng.device)
+        loss, count = batch_loss(eng, batch)
+        if indices:
+            loss_sum, count_sum = loss_sum + float(loss) * count, count_sum + count
+    loss_sum, count_sum = all_reduce_sums([loss_sum, count_sum])
+    loss = loss_sum / max(count_sum, 1)
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": int(count_sum)}
+
+
+def new_model(args) -> str:
+    """Make the recipe's model and a tokenizer trained on all sources' text; returns their folder."""
+    folder = checkpoint_folder(args, "initial_model")
+
+    def texts():
+        for source in [*args.data_path, *args.sft_only_data_path]:
+            for row in load_rows(source)[0]:
+                yield from (row["prompt"] + " " + row[key] for key in ("response", "chosen") if row.get(key))
+
+    recipes.build(args.model_name_or_path, texts(), folder, args.seed)
+    return str(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The PPO line of metrics against means taken by hand on a crafted batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlhf.experience import Experience
+from rlhf.ppo_metrics import StepMetrics, rollout_sums, update_sums
+from rlhf.rollout import Rollout
+
+
+class FakeEngine:
+    skipped_steps = 1
+
+    def get_global_grad_norm(self):
+        return 2.5
+
+
+def crafted() -> tuple[Rollout, Experience]:
+    """Two answers of 2 and 1 tokens after prompts of 1 and 2; whatever stands in masked slots is 99."""
+    mask = torch.tensor([[True, True], [True, False]])
+    lengths = torch.tensor([2, 1])
+    whole = torch.cat([torch.tensor([[False, True], [True, True]]), mask], dim=1)
+
+    def grid(*values):
+        return torch.tensor([[values[0], values[1]], [values[2], 99.0]])
+
+    ids = torch.zeros(2, 4, dtype=torch.long)
+    rollout = Rollout(ids, whole, mask, grid(-1.0, -2.0, -3.0), lengths, torch.tensor([True, False]))
+    experience = Experience(
+        ids,
+        whole,
+        mask,
+        logprobs=grid(-1.1, -2.0, -3.2),
+        ref_logprobs=grid(-1.5, -2.2, -3.0),
+        gen_logprobs=rollout.gen_logprobs,
+        values=grid(0.5, 1.0, -1.0),
+        entropy=grid(1.0, 2.0, 0.0),
+        scores=torch.tensor([3.0, 1.0]),
+        rewards=grid(0.0, 2.0, 1.0),
+        raw_advantages=grid(1.0, 2.0, 3.0),
+        advantages=grid(0.0, 0.0, 0.0),
+        returns=grid(1.5, 3.0, 2.0),
+    )
+    return rollout, experience
+
+
+def test_rollout_figures():
+    rollout, experience = crafted()
+    metrics = StepMetrics()
+    metrics.add_rollout(rollout, experience, 0.3, generate_seconds=2.0, score_seconds=1.0)
+    # per answer: (0.4 + 0.2) and -0.2
+    assert metrics.last_kl == pytest.approx(0.2)
+    metrics.add({"actor_loss": (0.5, 1.0), "critic_loss": (0.25, 1.0)})
+    line = metrics.flush(FakeEngine(), FakeEngine(), epoch=4, lr=0.1)
+    expected = {
+        "kl_ref": 0.2,
+        "kl_coef": 0.3,
+        "score_mean": 2.0,
+        "score_std": 1.0,
+        "reward_mean": 1.0,
+        "advantage_mean": 2.0,
+        "advantage_std": (2 / 3) ** 0.5,
+        "value_mean": 0.5 / 3,
+        # residuals 1, 2, 3 have variance 2/3; returns 1.5, 3, 2 have variance 7/18
+        "explained_variance": 1 - (2 / 3) / (7 / 18),
+        "entropy": 1.0,
+        "response_length_mean": 1.5,
+        "response_length_max": 2.0,
+        "truncated_fraction": 0.5,
+        "rollout_logprob_gap": 0.1,
+        "generate_seconds": 2.0,
+        "score_seconds": 1.0,
+        "train_seconds": 0.0,
+        "generate_tokens_per_second": 1.5,
+        "loss": 0.75,
+        "epoch": 4,
+        "lr": 0.1,
+        "grad_norm": 2.5,
+        "skipped": 2,
+        "tokens": 6,
+    }
+    for name, value in expected.items():
+        assert line[name] == pytest.approx(value, abs=1e-6), name
+
+
+def test_update_figures_are_token_means_over_micro_batches():
+    _, experience = crafted()
+    figures = {"ratio_mean": 1.0, "ratio_max": 1.5, "clip_fraction": 0.5, "approx_kl": 0.1, "value_clip_fraction": 0.0}
+    other = {**figures, "ratio_mean": 2.0, "ratio_max": 3.0, "clip_fraction": 0.0}
+    metrics = StepMetrics()
+    one, two = experience.select([0]), experience.select([1])  # 2 tokens and 1
+    metrics.add(*update_sums(torch.tensor(3.0), torch.tensor(0.0), figures, one))
+    metrics.add(*update_sums(torch.tensor(0.0), torch.tensor(6.0), other, two))
+    line = metrics.flush(FakeEngine(), FakeEngine(), epoch=0, lr=0.0)
+    assert line["actor_loss"] == pytest.approx(2.0)
+    assert line["critic_loss"] == pytest.approx(2.0)
+    assert line["ratio_mean"] == pytest.approx(4 / 3)
+    assert line["ratio_max"] == 3.0
+    assert line["clip_fraction"] == pytest.approx(1 / 3)
+
+
+def test_a_second_step_on_one_rollout_repeats_its_figures_but_not_its_times():
+    rollout, experience = crafted()
+    metrics = StepMetrics()
+    metrics.add_rollout(rollout, experience, 0.3, 2.0, 1.0)
+    metrics.add({"actor_loss": (1.0, 1.0), "critic_loss": (1.0, 1.0)})
+    first = metrics.flush(FakeEngine(), FakeEngine(), 0, 0.0)
+    metrics.add({"actor_loss": (2.0, 1.0), "critic_loss": (1.0, 1.0)})
+    second = metrics.flush(FakeEngine(), FakeEngine(), 0, 0.0)
+    assert second["kl_ref"] == first["kl_ref"] and second["score_std"] == first["score_std"]
+    assert second["actor_loss"] == 2.0
+    assert second["generate_seconds"] == 0.0 and second["tokens"] == 0
+
+
+def test_masked_slots_do_not_count():
+    rollout, experience = crafted()
+    sums, _ = rollout_sums(rollout, experience, 0.0)
+    assert all(abs(total) < 50 for total, _ in sums.values())
