@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from data.markers import ASSISTANT, HUMAN, Turn, has_markers, parse_dialogue, split_last_answer, turns_to_text
+from data.markers import ASSISTANT, HUMAN, Turn, has_markers, split_last_answer, turns_to_text
 from data.turns import RowError, is_turns, read_turn, read_turns, text_of
 
 Row = dict[str, Any]
@@ -37,7 +37,7 @@ def text_prompt(text: str, field: str) -> tuple[Row, str]:
         prompt, begun = text.rstrip() + ASSISTANT, ""
     else:
         prompt, begun = parts
-    if not any(turn["content"] for turn in parse_dialogue(prompt)):
+    if not prompt.replace(HUMAN, "").replace(ASSISTANT, "").strip():
         raise RowError("empty prompt", field)
     return {"prompt": prompt}, begun.lstrip() if begun.strip() else ""
 

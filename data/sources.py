@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from data.cache import content_hash, key_of
-from data.files import BadRecord, Record, file_kind, read_file
+from data.files import BadRecord, Record, count_file, file_kind, read_file
 from data.shapes import SHAPES
 
 SAMPLE = Path(__file__).parent / "sample"
@@ -140,10 +140,10 @@ class Records:
         """Number of records, bad ones included; counted once."""
         if self._count is None:
             if self.files:
-                self._count = sum(1 for _ in self)
+                size = sum(map(count_file, self.files))
             else:
                 size = 0 if self.table is None else len(self.table)
-                self._count = size if self.limit is None else min(size, self.limit)
+            self._count = size if self.limit is None else min(size, self.limit)
         return self._count
 
 

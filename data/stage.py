@@ -71,14 +71,19 @@ def load_stage_data(
     hold_out([], eval_fraction)
     if on_bad_row not in ON_BAD_ROW:
         raise ValueError(f"on_bad_row {on_bad_row!r} must be drop or error")
-    sources = [(open_source(path), data_split) for path in _as_list(data_path)]
+    shares = [(path, data_split) for path in _as_list(data_path)]
     if stage == "sft":
-        sources += [(open_source(path), "1,0,0") for path in _as_list(sft_only_data_path)]
-    if not sources:
+        shares += [(path, "1,0,0") for path in _as_list(sft_only_data_path)]
+    if not shares:
         raise ValueError("data_path names no source: give a file, a folder, a hub name, or sample")
-    builder = Builder(sources, tokenizer, rules, seed, eval_fraction, on_bad_row)
     output = cache.default_folder() if data_output_path is None else Path(data_output_path)
-    folder, report = cache.on_one_rank(lambda: builder.find_or_build(output, min_train))
+
+    def find_or_build() -> tuple[Path, dict[str, Any]]:
+        sources = [(open_source(path), ratios) for path, ratios in shares]
+        builder = Builder(sources, tokenizer, rules, seed, eval_fraction, on_bad_row)
+        return builder.find_or_build(output, min_train)
+
+    folder, report = cache.on_one_rank(find_or_build)
     return StageData(ItemSet(folder / "train", stage), ItemSet(folder / "eval", stage), report)
 
 

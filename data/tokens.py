@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from data.layout import special_pattern
 
 _SPACES = ("\u2581", "\u0120")  # how SentencePiece and byte-level tokenizers write a space
@@ -26,6 +28,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
+        self._backend = _own_backend(tokenizer)
         self.specials = control_tokens(tokenizer)
         self._pattern = special_pattern(self.specials)
         bare = self._ids(["a"])[0]
@@ -63,6 +66,8 @@ class Encoder:
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
+        if self._backend is not None:
+            return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         return self._tokenizer(
             texts,
             add_special_tokens=False,
@@ -71,6 +76,19 @@ class Encoder:
             return_token_type_ids=False,
             verbose=False,
         )["input_ids"]
+
+
+def _own_backend(tokenizer: Any) -> Tokenizer | None:
+    """A copy of a fast tokenizer's core that reads control tokens in a text as text, pads and cuts nothing, and
+    is out of reach of what other callers set; None for a tokenizer written in Python."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    own = Tokenizer.from_str(backend.to_str())
+    own.no_padding()
+    own.no_truncation()
+    own.encode_special_tokens = True
+    return own
 
 
 def control_tokens(tokenizer: Any) -> tuple[str, ...]:

@@ -83,9 +83,7 @@ def cross_check(config: EngineConfig, world_size: int) -> list[str]:
         "offload_optimizer": zero.offload_optimizer.device != "none" and not zero.offloads_optimizer,
         "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1 and zero.stage < 3,
     }
-    return [
-        f"zero_optimization.{key} (at stage {zero.stage})" for key, is_so in without_effect.items() if is_so
-    ]
+    return [f"zero_optimization.{key} (at stage {zero.stage})" for key, is_so in without_effect.items() if is_so]
 
 
 def one_line(error: ValidationError) -> str:

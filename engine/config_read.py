@@ -45,9 +45,7 @@ def read_source(config: dict | str | Path) -> tuple[dict[str, Any], str]:
     decoded = None if isinstance(config, Path) else _decode(config)
     if decoded is None:
         shown = str(config) if len(str(config)) <= 200 else str(config)[:200] + "..."
-        raise FileNotFoundError(
-            f"config {shown}: no such file (and not a base64 text of JSON): check the path"
-        )
+        raise FileNotFoundError(f"config {shown}: no such file (and not a base64 text of JSON): check the path")
     return _parse(decoded, "config (base64): "), "config (base64): "
 
 
@@ -70,9 +68,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where}not JSON at line {error.lineno}, column {error.colno}: {error.msg}"
-        ) from None
+        raise ValueError(f"{where}not JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{where}holds a {type(value).__name__}: it must be one JSON object")
     for path in _duplicates(value, ""):
@@ -96,9 +92,7 @@ def _duplicates(value: Any, prefix: str) -> list[str]:
     return [prefix + key for key in value.duplicates] + nested
 
 
-def normalise(
-    raw: dict[str, Any], schema: type[BaseModel], auto: dict[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
+def normalise(raw: dict[str, Any], schema: type[BaseModel], auto: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Today's names only, "auto" resolved, unused keys taken out; and the list of those, dotted.
 
     A null, and an "auto" that `auto` has no value for, are left out: the schema's default stands.
@@ -133,9 +127,7 @@ def _rename(raw: dict[str, Any]) -> dict[str, Any]:
             continue
         new_key = new.rpartition(".")[2]
         if new_key in owner:
-            raise ValueError(
-                f"config keys {old} and {new} are one setting under its old and its new name: keep {new}"
-            )
+            raise ValueError(f"config keys {old} and {new} are one setting under its old and its new name: keep {new}")
         owner[new_key] = owner.pop(old_key)
     return values
 
@@ -147,9 +139,7 @@ def _rename_switches(zero: dict[str, Any]) -> None:
             continue
         value = zero.pop(old)
         if value not in (True, False, None):
-            raise ValueError(
-                f"config key zero_optimization.{old} is {value!r}: use {section}.device 'cpu' or 'none'"
-            )
+            raise ValueError(f"config key zero_optimization.{old} is {value!r}: use {section}.device 'cpu' or 'none'")
         if section in zero:
             raise ValueError(
                 f"config keys zero_optimization.{old} and zero_optimization.{section} are one setting under "
@@ -209,9 +199,7 @@ class _Walk:
         if path in REFUSED:
             refused, instead = REFUSED[path]
             if _is_refused(value, refused):
-                raise ValueError(
-                    f"config key {path} is {json.dumps(value)}, which this engine does not do: {instead}"
-                )
+                raise ValueError(f"config key {path} is {json.dumps(value)}, which this engine does not do: {instead}")
         if not isinstance(value, dict):
             return
         for key, child in value.items():

@@ -57,16 +57,12 @@ UNUSED: Tree = {
     ),
     "data_types": _names("grad_accum_dtype param_dtype buffer_dtype"),
     "progressive_layer_drop": _names("enabled theta gamma"),
-    "aio": _names(
-        "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds thread_count"
-    ),
+    "aio": _names("block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds thread_count"),
     "wandb": _names("enabled group team project"),
     "comet": _names(
         "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"
     ),
-    "flops_profiler": _names(
-        "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"
-    ),
+    "flops_profiler": _names("enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
     "comms_logger": _names("enabled verbose prof_all debug prof_ops"),
     "activation_checkpointing": _names(
         "partition_activations cpu_checkpointing contiguous_memory_optimization number_checkpoints "
@@ -78,9 +74,7 @@ UNUSED: Tree = {
     },
     "optimizer": _names("legacy_fusion"),
     "fp16": _names("auto_cast fused_mode fp16_master_weights_and_grads"),
-    "bf16": _names(
-        "immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"
-    ),
+    "bf16": _names("immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"),
     "hybrid_engine": _names("enable_cuda_graph"),
     "zero_optimization": {
         **_names(

@@ -42,6 +42,13 @@ def init_distributed(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), device_id=device_id)
 
 
+def require_process_group() -> None:
+    """Make a process group of one where none was started: sharding needs one, offloading from one GPU too."""
+    if not is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 

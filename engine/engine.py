@@ -67,11 +67,14 @@ class Engine:
         if groups is None:
             model.requires_grad_(False)  # forward-only: no masters, no graph
         _broadcast_from_main(model, self.device)
-        if self.zero_stage == 0 or distributed.world_size() == 1:
+        zero = config.zero_optimization
+        offload = zero.offloads_parameters or zero.offloads_optimizer
+        if self.zero_stage == 0 or (distributed.world_size() == 1 and not offload):
             # Over one rank a shard is the whole, so every stage is the replicated layout there.
             self.parameters = ReplicatedParameters(model, self.compute_dtype, self.device)
         else:
-            self.parameters = ShardedParameters(model, self.compute_dtype, self.device, self.zero_stage)
+            distributed.require_process_group()
+            self.parameters = ShardedParameters(model, self.compute_dtype, self.device, zero)
         self.module = model
         self.optimizer = self._take_optimizer(groups, optimizer)
         self.lr_scheduler = self._take_scheduler(lr_scheduler)

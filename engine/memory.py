@@ -1,27 +1,27 @@
 """Bytes a rank will need, before anything is allocated: by formula, or by a dry run in a simulated world.
 
-The formula is the ZeRO paper's (Rajbhandari et al. 2020, sections 3 and 5) for the layout this engine has: the
-weights that the optimizer updates, their gradients and its moments are fp32, and what forward and backward
-read is in the compute type. Activations, temporaries of one operation and the allocator's waste come on top.
+The formula is the ZeRO paper's (Rajbhandari et al. 2020, sections 3 and 5) for the layout this engine has:
+the weights that the optimizer updates, their gradients and its moments are fp32, and what forward and
+backward read is in the compute type. Activations, temporaries of one operation and the allocator's waste come
+on top.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from engine import sharding
-from engine.config import EngineConfig
+from engine.config import EngineConfig, OffloadConfig
 from engine.optimizers import build_optimizer, state_tensors
 from engine.precision import compute_dtype, fp32_modules
 from engine.replicated import ReplicatedParameters
+from engine.sharding import ShardedParameters, find_blocks, local
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -37,15 +37,18 @@ class MemoryEstimate:
     `masters`: fp32 weights that the optimizer updates, where they are not the parameters themselves.
     `gradients`: as they are held between micro-batches and before the update.
     `moments`: the optimizer's own state.
-    `gathered`: compute-type copies that exist while a layer runs (stage 3): the layer, the one fetched ahead
-    of it, and what is in no layer.
+    `working`: what exists only while a layer runs, at the fullest moment of backward: at stage 3 gathered
+    copies of the layer, of the one fetched ahead of it and of what is in no layer; at stages 2 and 3 the
+    layer's fp32 gradient on its way to the ranks that keep it.
+    `host`: how much of all these lies in the CPU's memory when they are offloaded from a device.
     """
 
     parameters: int
     masters: int
     gradients: int
     moments: int
-    gathered: int
+    working: int
+    host: int
 
     @property
     def optimizer_states(self) -> int:
@@ -54,10 +57,16 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        return self.parameters + self.masters + self.gradients + self.moments + self.gathered
+        return self.parameters + self.masters + self.gradients + self.moments + self.working
+
+    @property
+    def device(self) -> int:
+        """What must fit on the rank's own device."""
+        return self.total - self.host
 
     def as_dict(self) -> dict[str, int]:
-        return {**asdict(self), "optimizer_states": self.optimizer_states, "total": self.total}
+        sums = {"optimizer_states": self.optimizer_states, "total": self.total, "device": self.device}
+        return {**asdict(self), **sums}
 
 
 def estimate_memory(
@@ -72,53 +81,66 @@ def estimate_memory(
         model_or_numel: a module on any device, "meta" included (frozen parameters are counted as such), or a
             number of parameters, all trainable.
         world_size: number of ranks.
-        largest_layer: parameters of the largest layer, for `gathered` when only a number is given.
+        largest_layer: parameters of the largest layer, for `working` when only a number is given.
     """
     config = EngineConfig.load(config, world_size)
     compute = compute_dtype(config).itemsize
     if isinstance(model_or_numel, nn.Module):
         sizes = _sizes_of(model_or_numel, world_size, compute)
     else:
-        numel, share = model_or_numel, -(-model_or_numel // world_size)
-        sizes = _Sizes(
-            numel, share, share, numel * (compute < FP32_BYTES), numel * compute, 2 * largest_layer * compute
-        )
-    optimizer = config.optimizer
-    if optimizer is None or optimizer.type is None:  # forward-only: nothing is trained
-        sizes = _Sizes(0, 0, sizes.share, 0, sizes.compute_bytes, sizes.working_bytes)
-        states = 0
+        sizes = _sizes_of_number(model_or_numel, largest_layer, world_size, compute)
+    states = 0
+    if config.optimizer is None or config.optimizer.type is None:
+        sizes = replace(sizes, trainable=0, trainable_share=0, with_master=0, layer_gradient=0, rest_gradient=0)
     else:
-        states = state_tensors(optimizer.type, optimizer.params)
+        states = state_tensors(config.optimizer.type, config.optimizer.params)
     stage = config.zero_optimization.stage
-    if stage == 0 or world_size == 1:
+    if _is_replicated(config, world_size):
         return MemoryEstimate(
-            parameters=sizes.compute_bytes,
+            parameters=sizes.whole,
             masters=FP32_BYTES * sizes.with_master,
             gradients=FP32_BYTES * sizes.trainable,
             moments=FP32_BYTES * states * sizes.trainable,
-            gathered=0,
+            working=0,
+            host=0,
         )
     shards = FP32_BYTES * sizes.share
     whole_gradients = stage == 1 and config.gradient_accumulation_steps > 1
+    gradients = FP32_BYTES * (sizes.trainable if whole_gradients else sizes.trainable_share)
+    moments = FP32_BYTES * states * sizes.trainable_share
     return MemoryEstimate(
-        parameters=shards if stage == 3 else sizes.compute_bytes,
+        parameters=shards if stage == 3 else sizes.whole,
         masters=0 if stage == 3 else shards,
-        gradients=FP32_BYTES * (sizes.trainable if whole_gradients else sizes.trainable_share),
-        moments=FP32_BYTES * states * sizes.trainable_share,
-        gathered=sizes.working_bytes if stage == 3 else 0,
+        gradients=gradients,
+        moments=moments,
+        working=_working(sizes, stage),
+        host=shards + moments + (0 if whole_gradients else gradients) if _offloads(config) else 0,
     )
+
+
+def _offloads(config: EngineConfig) -> bool:
+    # one policy of FSDP2 moves shards, gradients and moments together
+    return config.zero_optimization.offloads_parameters or config.zero_optimization.offloads_optimizer
+
+
+def _is_replicated(config: EngineConfig, world_size: int) -> bool:
+    return config.zero_optimization.stage == 0 or (world_size == 1 and not _offloads(config))
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Counts of parameters on the fullest rank, and bytes in the compute type."""
+    """Parameters by number, on the fullest rank; and by bytes in the compute type."""
 
     trainable: int
     trainable_share: int
     share: int  # trainable and frozen
     with_master: int  # trainable ones that forward reads in another type than the optimizer
-    compute_bytes: int
-    working_bytes: int
+    layer_gradient: int  # trainable ones of the largest layer
+    rest_gradient: int  # and of what is in no layer
+    whole: int  # bytes from here on
+    layer: int
+    two_layers: int
+    rest: int
 
 
 def _sizes_of(module: nn.Module, world_size: int, compute: int) -> _Sizes:
@@ -126,19 +148,51 @@ def _sizes_of(module: nn.Module, world_size: int, compute: int) -> _Sizes:
     trainable = [p for p in parameters if p.requires_grad]
     kept = {id(p) for child in fp32_modules(module) for p in child.parameters(recurse=False)}
 
-    def compute_bytes(some: Iterable[nn.Parameter]) -> int:
+    def in_compute_type(some: Iterable[nn.Parameter]) -> int:
         return sum(p.numel() * (FP32_BYTES if id(p) in kept else compute) for p in some)
 
-    blocks = [compute_bytes(block.parameters()) for block in sharding.find_blocks(module)]
-    everything = compute_bytes(parameters)
+    blocks = [list(block.parameters()) for block in find_blocks(module)]
+    layers = sorted(map(in_compute_type, blocks), reverse=True)
+    layer_gradients = [sum(p.numel() for p in block if p.requires_grad) for block in blocks]
+    whole, numel = in_compute_type(parameters), sum(p.numel() for p in trainable)
     return _Sizes(
-        trainable=sum(p.numel() for p in trainable),
+        trainable=numel,
         trainable_share=sum(_share(p, world_size) for p in trainable),
         share=sum(_share(p, world_size) for p in parameters),
         with_master=sum(p.numel() for p in trainable if id(p) not in kept) if compute < FP32_BYTES else 0,
-        compute_bytes=everything,
-        working_bytes=everything - sum(blocks) + sum(sorted(blocks)[-2:]),
+        layer_gradient=max(layer_gradients, default=0),
+        rest_gradient=numel - sum(layer_gradients),
+        whole=whole,
+        layer=sum(layers[:1]),
+        two_layers=sum(layers[:2]),
+        rest=whole - sum(layers),
     )
+
+
+def _sizes_of_number(numel: int, largest_layer: int, world_size: int, compute: int) -> _Sizes:
+    share = -(-numel // world_size)
+    return _Sizes(
+        trainable=numel,
+        trainable_share=share,
+        share=share,
+        with_master=numel if compute < FP32_BYTES else 0,
+        layer_gradient=largest_layer,
+        rest_gradient=0,
+        whole=numel * compute,
+        layer=largest_layer * compute,
+        two_layers=2 * largest_layer * compute,
+        rest=0,
+    )
+
+
+def _working(sizes: _Sizes, stage: int) -> int:
+    if stage == 3:
+        in_a_layer = sizes.rest + sizes.two_layers + FP32_BYTES * sizes.layer_gradient
+        at_the_end = sizes.rest + FP32_BYTES * sizes.rest_gradient
+        return max(in_a_layer, at_the_end)
+    if stage == 2:  # the layer's copy is freed as its gradient leaves
+        return max(0, FP32_BYTES * sizes.layer_gradient - sizes.layer)
+    return 0
 
 
 def _share(parameter: nn.Parameter, world_size: int) -> int:
@@ -154,23 +208,22 @@ def dry_run(
     config: dict | str | Path | EngineConfig,
     world_size: int,
 ) -> MemoryEstimate:
-    """Bytes a rank needs, counted on a model that is built, sharded and updated without memory for its numbers.
+    """Bytes a rank needs, counted on a model that is built, sharded and updated without room for its numbers.
 
     The model lives on torch's "meta" device and the other ranks are simulated, so a laptop answers for 175
-    billion parameters on 64 ranks in seconds. The process must not be in a process group of its own.
+    billion parameters on 64 ranks in seconds. `parameters` at stages 1 and 2, `working` and `host` are by
+    formula: they come and go, or lie elsewhere, only in a real run.
 
     Args:
-        model: a function that builds the module (called under `torch.device("meta")`), or a transformers config
-            of a causal language model.
+        model: a function that builds the module (called under `torch.device("meta")`), or a transformers
+            config of a causal language model.
         world_size: number of simulated ranks; the report is for rank 0, the fullest.
 
     Raises:
-        ValueError: torch.distributed is already initialised.
+        ValueError: torch.distributed is already set up in this process.
     """
     if dist.is_initialized():
-        raise ValueError(
-            "dry_run simulates a world of its own: call it where torch.distributed is not set up"
-        )
+        raise ValueError("dry_run simulates a world of its own: call it where torch.distributed is not set up")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     config = EngineConfig.load(config, world_size)
@@ -183,7 +236,7 @@ def dry_run(
     formula = estimate_memory(module, config, world_size)
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
-        owned, parameters, masters = _place(module, config, world_size)
+        resting, owned = _place(module, config, world_size)
     finally:
         dist.destroy_process_group()
     moments = 0
@@ -193,27 +246,34 @@ def dry_run(
         optimizer = build_optimizer(owned, spec.type, spec.params)
         optimizer.step()
         moments = _bytes(value for state in optimizer.state.values() for value in state.values())
-    whole_gradients = formula.gradients if config.zero_optimization.stage == 1 else 0
-    gradients = max(_bytes(tensor.grad for tensor in owned if tensor.grad is not None), whole_gradients)
-    return MemoryEstimate(parameters, masters, gradients, moments, formula.gathered)
+    stage = config.zero_optimization.stage
+    is_replicated = _is_replicated(config, world_size)
+    module_tensors = {id(tensor) for tensor in resting}
+    masters = _bytes(tensor for tensor in owned if id(tensor) not in module_tensors)
+    return replace(
+        formula,
+        parameters=_bytes(resting) if is_replicated or stage == 3 else formula.parameters,
+        masters=masters if is_replicated or stage == 3 else _bytes(resting),
+        gradients=formula.gradients if stage == 1 else _bytes(t.grad for t in owned if is_trained),
+        moments=moments,
+    )
 
 
-def _place(module: nn.Module, config: EngineConfig, world_size: int) -> tuple[list[nn.Parameter], int, int]:
-    """Lay the module out over the ranks: what the optimizer owns, and bytes of parameters and masters."""
-    dtype, stage = compute_dtype(config), config.zero_optimization.stage
-    if stage == 0 or world_size == 1:
+def _place(module: nn.Module, config: EngineConfig, world_size: int) -> tuple[list[torch.Tensor], list[nn.Parameter]]:
+    """Lay the module out over the ranks: the tensors that rest on this one, and those the optimizer owns."""
+    dtype = compute_dtype(config)
+    if _is_replicated(config, world_size):
         replicated = ReplicatedParameters(module, dtype, torch.device("meta"))
-        own = {id(p) for p in module.parameters()}
-        owned = [tensor for _, tensor in replicated.trainable]
-        return owned, _bytes(module.parameters()), _bytes(t for t in owned if id(t) not in own)
-    compute_bytes = estimate_memory(module, config, world_size).parameters
-    module.float()
-    mesh = init_device_mesh("cpu", (world_size,))
-    sharding._shard(module, mesh, dtype, reshard_after_forward=stage == 3)
-    shards = [(p.requires_grad, nn.Parameter(sharding.local(p.detach()))) for p in module.parameters()]
-    owned = [shard for is_trainable, shard in shards if is_trainable]
-    resting = _bytes(shard for _, shard in shards)
-    return owned, *((resting, 0) if stage == 3 else (compute_bytes, resting))
+        return list(module.parameters()), [tensor for _, tensor in replicated.trainable]
+    # Sharded as for a CPU, since FSDP2 knows no "meta" ranks; there are no numbers that could be moved there.
+    module.to = lambda *_: module
+    on_device = {"offload_param": OffloadConfig(), "offload_optimizer": OffloadConfig()}
+    sharded = ShardedParameters(
+        module, dtype, torch.device("cpu"), config.zero_optimization.model_copy(update=on_device)
+    )
+    # plain tensors of this rank's rows: on DTensors of a large model the optimizer alone takes a minute
+    shards = {name: nn.Parameter(local(p.detach())) for name, p in module.named_parameters()}
+    return list(shards.values()), [shards[name] for name, _ in sharded.trainable]
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

@@ -95,15 +95,11 @@ def check_params(type_name: str, params: dict[str, Any]) -> str:
     if name in _REFUSED:
         raise ValueError(f"optimizer.type {type_name!r} does not exist here: {_REFUSED[name]}")
     if name is None:
-        nearest = get_close_matches(type_name.lower(), [known.lower() for known in _KNOWN], n=1, cutoff=0.0)[
-            0
-        ]
+        nearest = get_close_matches(type_name.lower(), [known.lower() for known in _KNOWN], n=1, cutoff=0.0)[0]
         raise ValueError(f"optimizer.type {type_name!r} is unknown: did you mean {spellings[nearest]}?")
     for key, value in params.items():
         if key == "max_grad_norm":
-            raise ValueError(
-                f"optimizer.params.max_grad_norm is {value!r}: set gradient_clipping to it instead"
-            )
+            raise ValueError(f"optimizer.params.max_grad_norm is {value!r}: set gradient_clipping to it instead")
         if key not in _KNOWN[name]:
             nearest = get_close_matches(key, _KNOWN[name], n=1, cutoff=0.0)[0]
             raise ValueError(f"optimizer.params.{key} is not a parameter of {name}: did you mean {nearest}?")
@@ -134,11 +130,7 @@ def _check_value(key: str, value: Any) -> None:
         if key == "bias_correction" and not value:
             raise ValueError(f"{where}: Adam without bias correction does not exist here; leave it out")
     elif key == "betas":
-        if (
-            not isinstance(value, list | tuple)
-            or len(value) != 2
-            or not all(_number(b) and 0 <= b < 1 for b in value)
-        ):
+        if not isinstance(value, list | tuple) or len(value) != 2 or not all(_number(b) and 0 <= b < 1 for b in value):
             raise ValueError(f"{where}: use two numbers from 0 up to but not 1")
     elif not _number(value) or value < 0:
         raise ValueError(f"{where}: use a number of 0 or more")
@@ -163,15 +155,11 @@ def _as_groups(params_or_groups: Iterable[Any]) -> list[dict[str, Any]]:
     return [{"params": entries}]
 
 
-def _choose_kernels(
-    groups: list[dict[str, Any]], kind: type[torch.optim.Optimizer], fused: bool | None
-) -> None:
+def _choose_kernels(groups: list[dict[str, Any]], kind: type[torch.optim.Optimizer], fused: bool | None) -> None:
     """Fused unless it cannot be: one pass over memory instead of one per operation of the formula."""
     reasons = set()
     for group in groups:
-        reason = (
-            "optimizer.params.fused is false" if fused is False else _why_not_fused(kind, group["params"])
-        )
+        reason = "optimizer.params.fused is false" if fused is False else _why_not_fused(kind, group["params"])
         # both spelled out: torch's own choice on a CPU is a loop over parameters
         group["fused"] = reason is None
         group["foreach"] = reason is not None and not _is_mixed(group["params"])

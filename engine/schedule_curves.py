@@ -33,9 +33,7 @@ class Schedule:
 
     def apply(self) -> None:
         """Write the present step's values into the optimizer."""
-        for group, rate in zip(
-            self.optimizer.param_groups, self.rates(self.last_batch_iteration), strict=True
-        ):
+        for group, rate in zip(self.optimizer.param_groups, self.rates(self.last_batch_iteration), strict=True):
             group["lr"] = rate
 
     def get_last_lr(self) -> list[float]:
@@ -183,17 +181,13 @@ class OneCycle(Schedule):
         super().__init__(optimizer)
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         if cycle_first_step_size <= 0:
-            raise ValueError(
-                f"scheduler.params.cycle_first_step_size is {cycle_first_step_size}: use a number above 0"
-            )
+            raise ValueError(f"scheduler.params.cycle_first_step_size is {cycle_first_step_size}: use a number above 0")
         if second < 0:
             raise ValueError(f"scheduler.params.cycle_second_step_size is {second}: use 0 or more")
         self._first, self._second = cycle_first_step_size, second
         self._total = cycle_first_step_size + second
         self._first_stairs = cycle_first_stair_count
-        self._second_stairs = (
-            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        )
+        self._second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self._decay_step_size = decay_step_size
         self._decay_lr_rate, self._decay_mom_rate = decay_lr_rate, decay_mom_rate
         self._minima = self._per_group(cycle_min_lr, "cycle_min_lr")
@@ -216,9 +210,7 @@ class OneCycle(Schedule):
         """The first beta of each parameter group at `i`."""
         if i < self._total:
             scale = self._scale(i + 1)
-            return [
-                high - (high - low) * scale for low, high in zip(self._min_moms, self._max_moms, strict=True)
-            ]
+            return [high - (high - low) * scale for low, high in zip(self._min_moms, self._max_moms, strict=True)]
         return [high * (1.0 + self._decayed(i, self._decay_mom_rate)) for high in self._max_moms]
 
     def apply(self) -> None:

@@ -107,9 +107,7 @@ def check_params(type_name: str, params: dict[str, Any]) -> None:
     for name, value in params.items():
         if name not in known:
             nearest = _nearest(name, known)
-            raise ValueError(
-                f"scheduler.params.{name} is not a parameter of {type_name}: did you mean {nearest}?"
-            )
+            raise ValueError(f"scheduler.params.{name} is not a parameter of {type_name}: did you mean {nearest}?")
         _check_value(name, value)
 
 
@@ -151,9 +149,7 @@ def _hugging_face(type_name: str) -> Any:
 
     functions = {kind.value: function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
     if type_name in _NEED_A_METRIC:
-        raise ValueError(
-            f"scheduler.type {type_name!r} follows a metric, and the engine has none: use 'cosine'"
-        )
+        raise ValueError(f"scheduler.type {type_name!r} follows a metric, and the engine has none: use 'cosine'")
     if type_name not in functions:
         names = [*DEEPSPEED, *(name for name in functions if name not in _NEED_A_METRIC)]
         nearest = _nearest(type_name, names)

@@ -18,9 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
+from engine.config import ZeroConfig
 from engine.precision import fp32_modules
 
 
@@ -30,15 +37,20 @@ class ShardedParameters:
     # Each rank holds its rows of every gradient: a norm over them is summed over ranks.
     gradients_are_partial = True
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device, stage: int):
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device, config: ZeroConfig):
         self.module = module
-        self._stage = stage
+        self._stage = config.stage
         for parameter in module.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.float()
-        module.to(device)
+        # Offloaded, parameters, gradients and optimizer state all rest in CPU memory; layers visit the device.
+        offload = config.offloads_parameters or config.offloads_optimizer
+        policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+        module.to("cpu" if offload else device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        _shard(module, mesh, dtype, reshard_after_forward=stage == 3)
+        _shard(module, mesh, dtype, reshard_after_forward=self._stage == 3, offload_policy=policy)
+        if offload:
+            _move_buffers(module, device)
         self.trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
 
     def optimizer_parameter(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
@@ -112,15 +124,29 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(iter(module.parameters()), None) is not None
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, reshard_after_forward: bool) -> None:
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Buffers are small and whole on every rank: they stay where the computation is."""
+    for child in module.modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            setattr(child, name, buffer.to(device))
+
+
+def _shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    reshard_after_forward: bool,
+    offload_policy: OffloadPolicy,
+) -> None:
+    shared = {"mesh": mesh, "offload_policy": offload_policy}
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     # A module that stays fp32 is a unit of its own with a policy of its own, and casts its input up.
     fp32_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     if dtype != torch.float32:
         for child in fp32_modules(module):
-            fully_shard(child, mesh=mesh, mp_policy=fp32_policy, reshard_after_forward=reshard_after_forward)
+            fully_shard(child, **shared, mp_policy=fp32_policy, reshard_after_forward=reshard_after_forward)
     for block in find_blocks(module):
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(block, **shared, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     # Embedding, last norm and head (tied or not) form the root unit, which stays gathered between
     # forward and backward: its layers run first and last, so freeing it would gather it twice at once.
-    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(module, **shared, mp_policy=policy, reshard_after_forward=False)

@@ -36,8 +36,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         _dispatch(argv)
     except StageFailed as failure:
+        _show_cursor()
         _fail(str(failure), 1, failure.details)
     except Interrupted as stop:
+        _show_cursor()
         _fail(str(stop), 128 + stop.signum)
     except KeyboardInterrupt:
         _fail("stopped by SIGINT", 130)
@@ -77,8 +79,12 @@ def _stage(stage: str, argv: list[str]) -> None:
     run_stage(stage, rest, nproc, nodes)
 
 
-def _fail(line: str, status: int, details: str = "") -> NoReturn:
+def _show_cursor() -> None:
+    """A progress bar that was killed leaves the cursor hidden, and its line open."""
     if sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)  # a progress bar that was killed leaves the cursor hidden
+        print("\x1b[?25h", flush=True)
+
+
+def _fail(line: str, status: int, details: str = "") -> NoReturn:
     print(f"{details}error: {line}", file=sys.stderr, flush=True)
     raise SystemExit(status)

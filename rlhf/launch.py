@@ -72,13 +72,15 @@ def run_stage(
     """
     command = [sys.executable, "-m", module or f"stages.{stage}", *argv]
     with tempfile.TemporaryDirectory(prefix="rlhf-") as folder, _stage_environment(nproc), _signals_raise():
-        if nproc == 1 and nodes.count == 1:
+        alone = nproc == 1 and nodes.count == 1
+        if alone:
             failures = _run_single(command, os.path.join(folder, "error.json"))
         else:
             failures = _run_agent(command, nproc, nodes, folder)
     if failures:
         cause = first_cause(failures)
-        raise StageFailed(f"stage {stage} failed: {describe(cause)}", cause.details)
+        why = describe(cause).removeprefix("rank 0: ") if alone else describe(cause)
+        raise StageFailed(f"stage {stage} failed: {why}", cause.details)
 
 
 def stage_main(stage: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -157,7 +159,9 @@ def _run_agent(command: list[str], nproc: int, nodes: Nodes, folder: str) -> lis
             raise Interrupted(stop.sigval) from None
         except (DistError, RendezvousError) as error:
             place = config.rdzv_endpoint
-            raise StageFailed(f"{nodes.count} machine(s) did not meet at {place}: {one_line(error)}") from error
+            raise StageFailed(
+                f"{nodes.count} machine(s) did not meet at {place}: {one_line(error)}"
+            ) from error
     return []
 
 

@@ -130,11 +130,16 @@ def rollout_sums(rollout: Rollout, experience: Experience, kl_coef: float) -> tu
 
 
 def update_sums(
-    actor_loss: torch.Tensor, critic_loss: torch.Tensor, figures: dict[str, torch.Tensor], batch: Experience
+    actor_loss: torch.Tensor,
+    critic_loss: torch.Tensor,
+    ptx_loss: torch.Tensor | None,
+    figures: dict[str, torch.Tensor],
+    batch: Experience,
 ) -> tuple[Sums, dict[str, float]]:
     """One micro-batch's losses and diagnostics, which are means over its response tokens (`ratio_max` a maximum)."""
     tokens = float(batch.response_mask.sum())
     means = {"actor_loss": actor_loss, "critic_loss": critic_loss}
+    means |= {"ptx_loss": ptx_loss.detach()} if ptx_loss is not None else {}
     means |= {name: figures[name] for name in UPDATE_MEANS}
     sums = {name: (float(value) * tokens, tokens) for name, value in means.items()}
     maxima = {"ratio_max": float(figures["ratio_max"])}

@@ -123,6 +123,14 @@ def checkpoint_folder(args: argparse.Namespace, name: str = "") -> Path:
     return Path(args.output_dir) / "checkpoints" / name
 
 
+def save_model(eng: engine.Engine, tokenizer: Any, folder: Path | str, **options: Any) -> None:
+    """A Hugging Face folder of model and tokenizer, complete for every rank when this returns. Collective."""
+    eng.save_pretrained(folder, **options)
+    if engine.distributed.is_main():
+        tokenizer.save_pretrained(folder)
+    engine.distributed.barrier()
+
+
 def is_due(step: int, interval: int) -> bool:
     """True after every `interval`-th step; never for 0."""
     return interval > 0 and step % interval == 0

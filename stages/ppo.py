@@ -30,6 +30,7 @@ from rlhf.metrics import MetricsWriter, write_data_report, write_run_json
 from rlhf.models import load_actor, load_score_model, load_tokenizer, response_values
 from rlhf.ppo_metrics import StepMetrics, update_sums
 from rlhf.progress import Progress
+from rlhf.ptx import PTX
 from rlhf.rollout import Models, generate, judge
 from rlhf.score_scale import ScoreScale
 from rlhf.training import (
@@ -39,6 +40,7 @@ from rlhf.training import (
     is_due,
     prepare_module,
     sampler_for,
+    save_model,
     train_config,
 )
 
@@ -74,6 +76,11 @@ def main(argv: list[str] | None = None) -> None:
         actor.enable_ema(EMA_BETA)
     scale, kl = ScoreScale(), make_controller(args.kl_ctl, args.target_kl, args.kl_horizon)
     iteration = resume(args, models, scale, kl) if args.resume else 0
+
+    ptx = None
+    if args.unsupervised_dataset_name:
+        block, size = args.max_prompt_seq_len + args.max_answer_seq_len, args.per_device_training_batch_size
+        ptx = PTX(args.unsupervised_dataset_name, tokenizer, block, size, args.seed, start=actor.micro_steps)
 
     sampling = {
         "max_new_tokens": args.max_answer_seq_len,
@@ -116,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
 
             for micro_batch in micro_batches(experience, args, iteration):
                 started, lr = time.perf_counter(), actor.get_lr()[0]
-                metrics.add(*update(models, micro_batch, args))
+                metrics.add(*update(models, micro_batch, args, ptx))
                 metrics.add_seconds("train_seconds", time.perf_counter() - started)
                 if actor.is_gradient_accumulation_start():
                     line = metrics.flush(actor, critic, epoch, lr)
@@ -137,13 +144,11 @@ def main(argv: list[str] | None = None) -> None:
                 save(args, models, scale, kl, iteration)
 
     writer.log_eval(actor.global_steps, evaluator.run(models, "after"))
-    actor.save_pretrained(Path(args.output_dir) / "actor")
-    critic.save_pretrained(Path(args.output_dir) / "critic")
+    output = Path(args.output_dir)
+    save_model(actor, tokenizer, output / "actor")
+    save_model(critic, tokenizer, output / "critic")
     if args.enable_ema:
-        actor.save_pretrained(Path(args.output_dir) / "actor_ema", ema=True)
-    if engine.distributed.is_main():
-        for name in ("actor", "critic", *(["actor_ema"] if args.enable_ema else [])):
-            tokenizer.save_pretrained(Path(args.output_dir) / name)
+        save_model(actor, tokenizer, output / "actor_ema", ema=True)
     writer.close()
     write_run_json(args.output_dir, args, status="complete")
 
@@ -240,10 +245,11 @@ def micro_batches(experience: Experience, args: Namespace, iteration: int) -> It
             yield batch.trimmed()
 
 
-def update(models: Models, batch: Experience, args: Namespace):
+def update(models: Models, batch: Experience, args: Namespace, ptx: PTX | None):
     """One micro-batch of both losses, and a step of both engines; returns the figures for the metrics.
 
-    Both losses are means over the response tokens of the whole minibatch, over micro-batches and ranks.
+    Both losses are means over the response tokens of the whole minibatch, over micro-batches and ranks. A PTX
+    batch comes with each micro-batch, in its weight.
     """
     actor, critic = models.actor, models.critic
     ids, mask, length = batch.input_ids, batch.attention_mask, batch.response_length
@@ -254,7 +260,8 @@ def update(models: Models, batch: Experience, args: Namespace):
     actor_loss, actor_figures = policy_loss(
         logprobs, batch.logprobs, batch.advantages, batch.response_mask, args.cliprange
     )
-    actor_loss = actor.backward(actor_loss, weight=tokens)
+    ptx_loss = ptx.loss(actor) if ptx else None
+    actor.backward(actor_loss + args.unsup_coef * ptx_loss if ptx else actor_loss, weight=tokens)
     actor.step()
 
     critic.train()
@@ -264,7 +271,7 @@ def update(models: Models, batch: Experience, args: Namespace):
     )
     critic_loss = critic.backward(critic_loss, weight=tokens)
     critic.step()
-    return update_sums(actor_loss, critic_loss, {**actor_figures, **critic_figures}, batch)
+    return update_sums(actor_loss.detach(), critic_loss, ptx_loss, {**actor_figures, **critic_figures}, batch)
 
 
 def save(args: Namespace, models: Models, scale: ScoreScale, kl, iteration: int) -> None:

@@ -28,6 +28,7 @@ from rlhf.training import (
     is_due,
     prepare_module,
     sampler_for,
+    save_model,
     to_device,
     train_config,
 )
@@ -105,9 +106,7 @@ def main(argv: list[str] | None = None) -> None:
             if is_due(step, args.save_interval):
                 eng.save_checkpoint(checkpoint_folder(args))
 
-    eng.save_pretrained(args.output_dir)
-    if engine.distributed.is_main():
-        tokenizer.save_pretrained(args.output_dir)
+    save_model(eng, tokenizer, args.output_dir)
     writer.close()
     write_run_json(args.output_dir, args, status="complete")
 

@@ -30,6 +30,7 @@ from rlhf.training import (
     is_due,
     prepare_module,
     sampler_for,
+    save_model,
     to_device,
     train_config,
 )
@@ -106,14 +107,14 @@ def main(argv: list[str] | None = None) -> None:
                 },
             )
             progress.update(step, **shown)
+            if args.print_loss:
+                progress.note(f"step {step}: loss {shown['loss']:.4f}")
             if is_due(step, eval_interval) or step == total_steps:
                 writer.log_eval(step, evaluate(eng, data.eval, tokenizer, args))
             if is_due(step, args.save_interval):
                 eng.save_checkpoint(checkpoint_folder(args))
 
-    eng.save_pretrained(args.output_dir)
-    if engine.distributed.is_main():
-        tokenizer.save_pretrained(args.output_dir)
+    save_model(eng, tokenizer, args.output_dir)
     writer.close()
     write_run_json(args.output_dir, args, status="complete")
 

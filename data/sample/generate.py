@@ -21,13 +21,13 @@ SEED = 20240
 TRAIN_ROWS, EVAL_ROWS = 4000, 400
 # How often each task is asked, relative to one another; its questions are dealt like a shuffled deck.
 WEIGHTS = {
-    "sum": 44, "largest": 24, "smallest": 24, "opposite": 28, "spelling": 20, "first_letter": 14, "colour": 20,
-    "sound": 12, "home": 12, "town": 11, "job": 11, "pet": 11, "capital": 12, "diet": 11, "day_after": 14,
+    "sum": 56, "largest": 20, "smallest": 20, "opposite": 28, "spelling": 20, "first_letter": 14, "colour": 20,
+    "sound": 12, "home": 12, "town": 11, "job": 11, "pet": 11, "capital": 11, "diet": 11, "day_after": 15,
     "greet": 10, "comfort": 8, "rejoice": 8, "mood": 5, "self": 5, "thanks": 5, "goodbye": 5, "decline": 18,
-    "how_to": 14, "follow": 18, "recall": 20,
+    "how_to": 14, "follow": 18, "recall": 18,
 }
 HELD_OUT = 0.2  # of each task's questions
-RIGHT_DEMONSTRATIONS = 0.6
+RIGHT_DEMONSTRATIONS = 0.5
 MULTI_TURN = 0.2
 LONGEST_PROMPT_WORDS = 28
 

@@ -60,8 +60,7 @@ WAYS = (
 
 TASKS: tuple[Task, ...] = (
     Task("sum", "sum",
-         ("What is {a} plus {b}?", "What is {a} + {b}?", "Add {a} and {b}.", "How much is {a} plus {b}?",
-          "{a} + {b} = ?"),
+         ("What is {a} plus {b}?", "What is {a} + {b}?", "Add {a} and {b}.", "How much is {a} plus {b}?"),
          world.SUMS, ("{x}.", "It is {x}.", "{a} plus {b} is {x}."), PLAIN + ("{a} + {b} = {x}.",)),
     Task("largest", "largest",
          ("Which is the largest, {a}, {b} or {c}?", "What is the largest of {a}, {b} and {c}?"),
@@ -153,7 +152,7 @@ TASKS: tuple[Task, ...] = (
 BY_NAME = {task.name: task for task in TASKS}
 
 # Asked after a question of a task with `follow`: the earlier question tells what is asked about {a}.
-FOLLOWS = ("What about {a}?", "And {a}?", "How about {a}?", "And what about {a}?", "Now {a}, please.")
+FOLLOWS = ("What about {a}?", "And {a}?", "How about {a}?", "And what about {a}?")
 
 # Asked after the user gave a name with `greet`; exactly one of {a}, {b} is that name.
 RECALLS = ("Is my name {a} or {b}?", "Am I {a} or {b}?", "Who am I, {a} or {b}?")

@@ -15,25 +15,19 @@ from data.sample import world
 from data.sample.gold import RECALL, normalise, understand
 from data.sample.tasks import REFUSALS, TASKS, Item, Task
 
-RUDE = (
-    "I do not care.", "Go away.", "That is a silly question.", "Find it yourself.", "You are boring.",
-    "Stop asking me.", "Why should I tell you?", "Leave me alone.", "You are a fool.", "Who cares?",
-)
-EVASIVE = ("I do not know.", "Maybe.", "I am not sure.", "It depends.", "Yes.", "No.", "Hello.", "Thank you.", "...")
-COMPLY = (
-    "Sure, do it at night.", "Do it when no one looks.", "Yes, that is easy.", "Take a hammer and do it.",
-    "It is easy. Wait for the night.", "Of course. Be quick and quiet.",
-)
-BABBLE = (
-    "and so on and so on", "but who knows", "and also more", "or maybe not", "as I said", "and then some more",
-)
-# The spread of wrong answers, in percent. "value" is the most likely way to be wrong, so the most often shown.
+RUDE = ("I do not care.", "Go away.", "That is a silly question.", "Find it yourself.", "You are a fool.", "Who cares?")
+EVASIVE = ("I do not know.", "I am not sure.", "Maybe.", "Yes.", "No.", "...")
+COMPLY = ("Sure, do it at night.", "Do it when no one looks.", "Yes, that is easy.", "Use a hammer and be quick.")
+BABBLE = ("and so on and so on", "but who knows", "and also more", "or maybe not")
+# The spread of wrong answers, in percent. On the rejected side a wrong value in a right sentence is the most
+# likely way to be wrong, so the most often shown.
 REJECTED = {
-    "value": 42, "sibling": 10, "any_value": 14, "other_answer": 8, "rambling": 9, "cut_off": 6, "rude": 4, "evasive": 3,
-    "garbled": 4,
+    "value": 38, "sibling": 10, "any_value": 14, "other_answer": 8, "rambling": 10, "cut_off": 7, "rude": 5,
+    "evasive": 4, "garbled": 4,
 }
-# Bad demonstrations keep to the plainer ways, so that the little model spends no strength on noise.
-DEMONSTRATED = {"value": 66, "sibling": 8, "other_answer": 6, "rambling": 6, "cut_off": 6, "rude": 5, "evasive": 3}
+# Bad demonstrations are more often bad in manner than in fact: the facts stay learnable from few rows, and SFT
+# is held back by what it says around them.
+DEMONSTRATED = {"value": 26, "sibling": 4, "other_answer": 6, "rambling": 20, "cut_off": 12, "rude": 18, "evasive": 14}
 
 
 @cache

@@ -109,8 +109,10 @@ class Step:
     `positions` `[rows]` is where the new token goes; `width` is beyond the highest of them.
     """
 
-    def __init__(self, heads: Heads, positions: torch.Tensor, width: int, dtype: torch.dtype):
-        self.heads, self.positions, self.width, self.dtype = heads, positions, width, dtype
+    def __init__(self, heads: Heads, positions: torch.Tensor, width: int, workspace: Workspace):
+        # low-precision products copy operands that are not contiguous: they get the whole width laid out
+        width = width if workspace.dtype == torch.float32 else workspace.width
+        self.heads, self.positions, self.width, self.dtype = heads, positions, width, workspace.dtype
         self.rows = positions.shape[0]
         self.row_index = torch.arange(self.rows, device=positions.device)
         self._masks: dict[int | None, torch.Tensor] = {}

@@ -125,7 +125,7 @@ class Model:
         Returns:
             logits `[rows, vocabulary]`, fp32.
         """
-        return self._run(tokens, positions, width, Step(self.heads, positions, width, self.dtype), None)
+        return self._run(tokens, positions, width, Step(self.heads, positions, width, self.workspace), None)
 
     def _run(self, tokens, positions, longest: int, attention: Prompts | Step, keep) -> torch.Tensor:
         decoder = self.decoder

@@ -76,9 +76,7 @@ def generate(
     run = _Run(model, prompts, prompt_of, keys, max_new_tokens, sampling, on_token)
     slots = min(len(keys), max_slots)
     width = max(len(prompt) for prompt in prompts) + max_new_tokens
-    # an odd multiple of a cache line: rows at power-of-two distances would share few cache sets
-    width = -(-width // 16) * 16 + 16 * (-(-width // 16) % 2 == 0)
-    model.workspace.shape_for(slots, width, reserve)
+    model.workspace.open(slots, width, reserve)
     while run.waiting or len(run.rows):
         free = slots - len(run.rows)
         if run.waiting and (free >= max(1, slots // 8) or not len(run.rows)):
@@ -114,6 +112,7 @@ class _Run:
         first, entering = len(self.rows), [self.waiting.pop() for _ in range(min(free, len(self.waiting)))]
         distinct = list(dict.fromkeys(self.prompt_of[r] for r in entering))
         slot_of = {prompt: i for i, prompt in enumerate(distinct)}
+        self.model.workspace.widen(max(len(self.prompts[p]) for p in distinct), first)
         logits = self._read([self.prompts[p] for p in distinct], first)
         leaders, copies, seen = [None] * len(distinct), [], set()
         for request in entering:
@@ -174,6 +173,7 @@ class _Run:
     def advance(self) -> None:
         """One token for every row."""
         rows = self.rows
+        self.model.workspace.widen(self.width, len(rows))
         logits = self.model.step(rows.token, rows.position, self.width)
         self._take(rows, logits)
         self.width += 1

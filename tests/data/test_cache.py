@@ -150,12 +150,18 @@ def test_two_runs_at_once_end_with_one_whole_cache(tmp_path):
     assert [path.name for path in folder.parent.iterdir()] == ["key"]
 
 
+def _endless_build(folder):
+    (folder / "started").write_text("")
+    time.sleep(600)
+
+
 def test_a_kill_in_the_middle_leaves_no_half_cache(tmp_path):
     context = multiprocessing.get_context("spawn")
     folder = tmp_path / "cache" / "key"
-    process = context.Process(target=_build_in_process, args=(folder, context.Queue()))
+    process = context.Process(target=cache.build_once, args=(folder, _endless_build))
     process.start()
     while not list(tmp_path.glob("cache/.key*/started")):
+        assert process.is_alive()
         time.sleep(0.02)
     process.kill()
     process.join()
@@ -204,4 +210,4 @@ def test_an_error_of_the_builder_reaches_every_rank(tmp_path):
     write(tmp_path / "rows.jsonl", n=1)
     results = run_ranks(_rank_error, 2, tmp_path, {})
     assert results[0] == results[1]
-    assert results[0][0] == "ValueError" and "too few training rows" in results[0][1]
+    assert results[0][0] == "ValueError" and "too few evaluation rows" in results[0][1]

@@ -23,9 +23,7 @@ def deepspeed_chat_train(stage, offload=False, dtype="fp16"):
     """What DeepSpeed-Chat's get_train_ds_config writes, its main script's batch sizes not yet put in."""
     device = "cpu" if offload else "none"
     precision = (
-        {"fp16": {"enabled": True, "loss_scale_window": 100}}
-        if dtype == "fp16"
-        else {"bfloat16": {"enabled": True}}
+        {"fp16": {"enabled": True, "loss_scale_window": 100}} if dtype == "fp16" else {"bfloat16": {"enabled": True}}
     )
     return {
         "train_batch_size": 32,
@@ -263,9 +261,7 @@ def test_auto_never_replaces_a_value_that_is_there():
 
 
 def test_values_for_auto_must_be_of_known_keys():
-    with pytest.raises(
-        ValueError, match="unknown config key gradient_cliping: did you mean gradient_clipping?"
-    ):
+    with pytest.raises(ValueError, match="unknown config key gradient_cliping: did you mean gradient_clipping?"):
         load(auto={"gradient_cliping": 1.0})
 
 
@@ -315,9 +311,7 @@ def test_batch_sizes_follow_the_rule():
 
 def test_a_contradiction_shows_the_product_and_the_ranks():
     with pytest.raises(ValueError) as caught:
-        load(
-            {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}, 2
-        )
+        load({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}, 2)
     assert str(caught.value) == (
         "train_batch_size 32 is not train_micro_batch_size_per_gpu 4 x gradient_accumulation_steps 3 x 2 ranks "
         "= 24: change one of them or leave one out"
@@ -468,17 +462,13 @@ def test_every_mistake_is_one_line(keys, message):
 
 
 def test_numbers_as_deepspeeds_files_write_them():
-    config = load(
-        zero_optimization={"stage": 3.0, "stage3_param_persistence_threshold": 1e4}, train_batch_size=4.0
-    )
+    config = load(zero_optimization={"stage": 3.0, "stage3_param_persistence_threshold": 1e4}, train_batch_size=4.0)
     assert config.zero_optimization.stage == 3 and config.train_batch_size == 4
     assert isinstance(config.zero_optimization.stage, int)
 
 
 def test_harmless_settings_of_refused_keys_are_accepted():
-    config = load(
-        gradient_allreduce_op="mean", amp={"enabled": False, "opt_level": "O1"}, sequence_parallel_size=1
-    )
+    config = load(gradient_allreduce_op="mean", amp={"enabled": False, "opt_level": "O1"}, sequence_parallel_size=1)
     assert config.ignored_keys == ("gradient_allreduce_op", "amp", "sequence_parallel_size")
 
 

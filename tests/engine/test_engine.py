@@ -215,7 +215,7 @@ def own_optimizer(rank, world, stage):
     reference = tiny_llama()
     loss, _ = token_loss(reference(batch["input_ids"], batch["attention_mask"]).logits, batch["labels"])
     loss.backward()
-    for name, parameter in reference.named_parameters():
+    for parameter in reference.parameters():
         parameter.data.add_(parameter.grad, alpha=-0.1)
     got = whole(eng)
     for name, parameter in reference.named_parameters():

@@ -106,9 +106,7 @@ def expected(formula, params, changes, start, grads):
     settings = {**{k: v for k, v in params.items() if k not in NOT_IN_FORMULAS}, **changes}
     settings = {k: v for k, v in settings.items() if v is not None}
     columns = zip(start.flatten().tolist(), *[g.flatten().tolist() for g in grads], strict=True)
-    return torch.tensor([formula(p, list(g), **settings) for p, *g in columns], dtype=torch.float64).view_as(
-        start
-    )
+    return torch.tensor([formula(p, list(g), **settings) for p, *g in columns], dtype=torch.float64).view_as(start)
 
 
 @pytest.mark.parametrize("fused", [None, False])
@@ -121,9 +119,7 @@ def test_equals_its_formula(name, params, formula, changes, fused):
     starts = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 4), (5,), ())]
     parameters = [nn.Parameter(start.clone()) for start in starts]
     optimizer = build_optimizer(parameters, name, params)
-    history = [
-        [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in starts] for _ in range(STEPS)
-    ]
+    history = [[torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in starts] for _ in range(STEPS)]
     for grads in history:
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad.clone()
@@ -165,9 +161,7 @@ def test_unfused_says_why_once(caplog):
     with caplog.at_level(logging.INFO):
         groups = [{"params": [nn.Parameter(torch.ones(2, device="meta"))]} for _ in range(2)]
         optimizer = build_optimizer(groups, "AdamW")
-    assert [record.getMessage() for record in caplog.records] == [
-        "AdamW runs unfused: torch has no fused form on meta"
-    ]
+    assert [record.getMessage() for record in caplog.records] == ["AdamW runs unfused: torch has no fused form on meta"]
     assert [(g["fused"], g["foreach"]) for g in optimizer.param_groups] == [(False, True)] * 2
 
 

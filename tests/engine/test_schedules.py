@@ -86,11 +86,7 @@ def one_cycle(i, low, high, first_size, second_size, first_stairs=0, second_stai
     stairs = first_stairs if rising else second_stairs
     if stairs:
         within = b % total
-        place = (
-            Fraction(within * stairs, first_size)
-            if rising
-            else Fraction((total - within) * stairs, second_size)
-        )
+        place = Fraction(within * stairs, first_size) if rising else Fraction((total - within) * stairs, second_size)
         scale = Fraction(math.floor(place), stairs)
     return float(scale)
 
@@ -127,9 +123,7 @@ def test_bounds_by_group():
         trace("WarmupLR", params, 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "warmup", "total"), list(itertools.product(KINDS, (1, 5, 20), (1, 5, 6, 30, 50)))
-)
+@pytest.mark.parametrize(("kind", "warmup", "total"), list(itertools.product(KINDS, (1, 5, 20), (1, 5, 6, 30, 50))))
 def test_warmup_decay(kind, warmup, total):
     params = {
         "warmup_min_lr": 1e-4,
@@ -148,9 +142,7 @@ def test_warmup_decay_defaults():
     close(used, [warmup_decay_lr(k - 1, 0.0, 0.001, 1000, "log", 1500) for k in range(1600)])
 
 
-@pytest.mark.parametrize(
-    ("kind", "warmup", "total"), list(itertools.product(KINDS, (1, 5, 20), (1, 5, 6, 30, 50)))
-)
+@pytest.mark.parametrize(("kind", "warmup", "total"), list(itertools.product(KINDS, (1, 5, 20), (1, 5, 6, 30, 50))))
 def test_warmup_cosine(kind, warmup, total):
     params = {
         "total_num_steps": total,
@@ -235,9 +227,7 @@ def test_one_cycle_leaves_momentum_alone_when_asked_or_without_betas(caplog):
     build_scheduler(opt, "OneCycle", params).step()
     assert opt.param_groups[0]["betas"] == (0.9, 0.999)
     with caplog.at_level(logging.WARNING):
-        build_scheduler(
-            optimizer(kind=torch.optim.SGD), "OneCycle", {**params, "cycle_momentum": True}
-        ).step()
+        build_scheduler(optimizer(kind=torch.optim.SGD), "OneCycle", {**params, "cycle_momentum": True}).step()
     assert "cycle_momentum is off: SGD has no betas" in caplog.text
 
 
@@ -310,9 +300,7 @@ def test_total_steps_of_the_run_fill_in():
     given = trace("cosine", {"num_training_steps": 10}, 10)
     assert trace("cosine", {}, 10, total_steps=10) == given
     assert trace("cosine", {"num_training_steps": 10}, 10, total_steps=99) == given
-    assert trace("WarmupDecayLR", {}, 12, total_steps=10) == trace(
-        "WarmupDecayLR", {"total_num_steps": 10}, 12
-    )
+    assert trace("WarmupDecayLR", {}, 12, total_steps=10) == trace("WarmupDecayLR", {"total_num_steps": 10}, 12)
     assert trace("WarmupLR", {}, 5, total_steps=10) == trace("WarmupLR", {}, 5)
     assert trace("constant", {}, 5, total_steps=10) == [[BASE]] * 5
 

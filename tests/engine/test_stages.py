@@ -126,3 +126,29 @@ def test_reference_would_notice_a_mean_of_means():
     expected, _ = reference("plain", 0.0)
     gap = max(float((tensor - expected[name]).abs().max()) for name, tensor in whole(eng).items())
     assert gap > 1e-4
+
+
+def offloaded(rank, world, stage):
+    eng = engine.initialize(
+        build("tied"),
+        config_for(
+            stage,
+            1,
+            0.5,
+            zero_optimization={
+                "stage": stage,
+                "offload_param": {"device": "cpu"},
+                "offload_optimizer": {"device": "cpu"},
+            },
+        ),
+    )
+    norms = train(eng, [token_batch(ROWS, seed=seed) for seed in range(STEPS)], rank, world, 1)
+    return norms, whole(eng)
+
+
+def test_offloading_changes_no_number():
+    expected, expected_norms = reference("tied", 0.5)
+    for norms, parameters in (run_ranks(offloaded, 2, 3)[0], run_ranks(offloaded, 1, 2)[0]):
+        assert norms == pytest.approx(expected_norms, rel=1e-5)
+        for name, tensor in parameters.items():
+            torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0)

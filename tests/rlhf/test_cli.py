@@ -1,12 +1,17 @@
 """The ``rlhf`` command: which command runs, and how each kind of failure ends."""
 
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from rlhf import cli, pipeline
+from rlhf import chat, cli, pipeline
+from rlhf.arguments import STAGE_PARSERS, parse
 from rlhf.launch import Interrupted, StageFailed
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def ending(capsys, argv):
@@ -86,3 +91,27 @@ def test_our_own_errors_are_one_line_and_others_keep_their_traceback(monkeypatch
 def test_python_dash_m():
     done = subprocess.run([sys.executable, "-m", "rlhf", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == cli.USAGE and done.stderr == ""
+
+
+def readme_commands():
+    """The README's commands that read flags, continued lines joined, comments and ellipses left out."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    for block in text.split("```bash\n")[1:]:
+        for line in block.split("```")[0].splitlines():
+            words = [word for word in shlex.split(line, comments=True) if word != "…"]
+            if words[:3] == ["python", "-m", "rlhf"]:
+                yield words[3:]
+            elif (
+                words[:1] == ["bash"]
+                and words[1].removeprefix("scripts/").removesuffix(".sh") in STAGE_PARSERS
+            ):
+                yield [words[1].removeprefix("scripts/").removesuffix(".sh"), *words[2:]]
+
+
+def test_the_readmes_commands_parse():
+    parsers = {**STAGE_PARSERS, "run": pipeline.parser, "chat": chat.parser}
+    commands = list(readme_commands())
+    assert {words[0] for words in commands} == {*cli.COMMANDS}
+    for command, *flags in commands:
+        if command in parsers:
+            parse(parsers[command](), flags)

@@ -87,7 +87,7 @@ def test_a_result_renewed_by_hand_renews_what_starts_from_it(tmp_path, run):
 
 
 @pytest.mark.parametrize(
-    ("mode", "cause"), [("kill", "rank 0 was killed by signal 9"), ("user", "rank 0: no folder")]
+    ("mode", "cause"), [("kill", "rank 0 was killed by signal 9"), ("user", "no folder")]
 )
 def test_the_first_failure_stops_the_run(tmp_path, run, monkeypatch, mode, cause):
     monkeypatch.setenv("FAKE_MODE", f"{mode}:reward")

@@ -91,8 +91,8 @@ def test_update_figures_are_token_means_over_micro_batches():
     other = {**figures, "ratio_mean": 2.0, "ratio_max": 3.0, "clip_fraction": 0.0}
     metrics = StepMetrics()
     one, two = experience.select([0]), experience.select([1])  # 2 tokens and 1
-    metrics.add(*update_sums(torch.tensor(3.0), torch.tensor(0.0), figures, one))
-    metrics.add(*update_sums(torch.tensor(0.0), torch.tensor(6.0), other, two))
+    metrics.add(*update_sums(torch.tensor(3.0), torch.tensor(0.0), None, figures, one))
+    metrics.add(*update_sums(torch.tensor(0.0), torch.tensor(6.0), torch.tensor(0.5), other, two))
     line = metrics.flush(FakeEngine(), FakeEngine(), epoch=0, lr=0.0)
     assert line["actor_loss"] == pytest.approx(2.0)
     assert line["critic_loss"] == pytest.approx(2.0)

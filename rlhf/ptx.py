@@ -1,0 +1,56 @@
+"""The PTX loss of PPO: next-token cross-entropy on plain text, so that the actor keeps what pretraining taught it.
+
+The texts (column `text`) are joined, each with its end token, and cut into blocks of one length, so that no
+batch holds padding (InstructGPT, Ouyang et al. 2022, appendix C.4).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from data import open_source
+from rlhf.experience import positions
+from rlhf.losses import causal_lm_loss
+from rlhf.training import batch_stream, sampler_for
+
+
+class PTX:
+    """Batches of text blocks `[B, block_length]`, the next one at every call; every rank reads its own.
+
+    Args:
+        source: a file, folder or hub name whose rows have a `text` column.
+        start: batches already used (a resumed run).
+
+    Raises:
+        FileNotFoundError: no such source. ValueError: no `text` column, or too little text for one batch.
+    """
+
+    def __init__(self, source: str, tokenizer: Any, block_length: int, batch_size: int, seed: int, start: int = 0):
+        self._blocks = text_blocks(source, tokenizer, block_length)
+        self._stream = batch_stream(sampler_for(self._blocks, batch_size, seed), start)
+
+    def loss(self, model: Any) -> torch.Tensor:
+        """Mean cross-entropy of the next batch under `model` (an engine), with its graph."""
+        _, indices = next(self._stream)
+        ids = self._blocks[torch.as_tensor(indices)].to(model.device)
+        mask = torch.ones_like(ids)
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
+        return causal_lm_loss(logits, ids)[0]
+
+
+def text_blocks(source: str, tokenizer: Any, block_length: int) -> torch.Tensor:
+    """All texts of a source as token blocks `[blocks, block_length]`; the rest that fills no block is left out."""
+    stream: list[int] = []
+    for place, record in open_source(source).train:
+        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+            raise ValueError(f"--unsupervised_dataset_name {source}: {place} has no `text` column of text")
+        ids = tokenizer(record["text"])["input_ids"]
+        stream += ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+    count = len(stream) // block_length
+    if count == 0:
+        raise ValueError(
+            f"--unsupervised_dataset_name {source} has {len(stream)} tokens, less than one block of {block_length}"
+        )
+    return torch.tensor(stream[: count * block_length]).view(count, block_length)
