@@ -15,9 +15,11 @@ from data.loading import load_rows
 from data.sources import Source, open_source, parse_source
 from data.splits import split_rows
 from data.stage import StageData, load_stage_data
+from data.streaming import ItemStream, stream_stage_data
 
 __all__ = [
     "BatchSampler",
+    "ItemStream",
     "Source",
     "StageData",
     "chat",
@@ -29,4 +31,5 @@ __all__ = [
     "open_source",
     "parse_source",
     "split_rows",
+    "stream_stage_data",
 ]

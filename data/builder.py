@@ -11,13 +11,16 @@ import numpy as np
 from data import cache
 from data.items import STAGES, Refused, Rules, make_items
 from data.loading import new_report, read_rows
+from data.pairing import Pool, Scored, is_scored
 from data.report import OTHER_STAGES, SourceReport, summary, totals
+from data.shapes import Row
 from data.sources import Opened, Records
 from data.splits import Ratios, hold_out, repeats, split_rows
 from data.store import Item, StoreWriter
 
 CACHE_VERSION = 1
 BATCH_RECORDS = 2048
+NO_PARTNER = "no answer of another score to the same prompt"
 
 
 @dataclass
@@ -140,23 +143,44 @@ class Builder:
         report: SourceReport,
     ) -> None:
         """Adds the records that `deal` gives to this stage, in batches."""
-        batch: list[tuple[int, str, list[Any]]] = []
+        batch: list[tuple[int, str, list[Row]]] = []
+        pools = (Pool(), Pool())
         found = read_rows(records, opened.source, report, on_bad_row=self.on_bad_row, wanted=deal.refuse)
-        for one in found:
-            batch.append(one)
+        for number, place, rows in found:
+            if self.rules.stage == "reward" and len(rows) == 1 and is_scored(rows[0]):
+                pools[int(deal.held_out[number])].add(Scored(number, place, rows[0]))
+                continue
+            batch.append((number, place, rows))
             if len(batch) == BATCH_RECORDS:
                 self.add_batch(batch, deal, writers, report)
                 batch = []
         self.add_batch(batch, deal, writers, report)
+        for pool in pools:
+            self.add_scored(pool, deal, writers, report)
+
+    def add_scored(
+        self, pool: Pool, deal: Deal, writers: tuple[StoreWriter, StoreWriter], report: SourceReport
+    ) -> None:
+        """Adds the pairs that scored answers make; both records of a pair are used, or dropped, together."""
+        pairs, left = pool.match()
+        for one in left:
+            report.drop(NO_PARTNER, f"{one.place}: {NO_PARTNER}")
+        for start in range(0, len(pairs), BATCH_RECORDS):
+            part = [(better.record, better.place, [row]) for row, better, _ in pairs[start : start + BATCH_RECORDS]]
+            self.add_batch(part, deal, writers, report, records_each=2)
 
     def add_batch(
         self,
-        batch: list[tuple[int, str, list[Any]]],
+        batch: list[tuple[int, str, list[Row]]],
         deal: Deal,
         writers: tuple[StoreWriter, StoreWriter],
         report: SourceReport,
+        records_each: int = 1,
     ) -> None:
-        """Tokenizes a batch of records in one go; a record counts as used when one of its rows is."""
+        """Tokenizes a batch of records in one go; a record counts as used when one of its rows is.
+
+        `records_each`: how many records of the source each one of the batch stands for.
+        """
         made = iter(make_items([row for _, _, rows in batch for row in rows], self.tokenizer, self.rules, report))
         train: list[Item] = []
         copies: list[int] = []
@@ -165,14 +189,14 @@ class Builder:
             items = [next(made) for _ in rows]
             good = [item for item in items if not isinstance(item, Refused)]
             if not good:
-                report.drop(str(items[0]), f"{place}: {items[0]}")
+                report.drop(str(items[0]), f"{place}: {items[0]}", records_each)
             elif deal.held_out[record]:
                 held_out += good
-                report.rows_eval += 1
+                report.rows_eval += records_each
             else:
                 train += good
                 copies += [int(deal.copies[record])] * len(good)
-                report.rows_train += 1
+                report.rows_train += records_each
         report.items_eval += len(held_out)
         report.items_train += sum(copies)
         writers[0].add(train, copies)

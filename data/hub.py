@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data.sources import Source
 
 EVAL_NAMES = ("test", "validation", "valid", "eval", "dev")
+
+ALIASES = {
+    "mkqa-Chinese": ("mkqa", "mkqa-zh_cn"),
+    "mkqa-Japanese": ("mkqa", "mkqa-ja"),
+}
+"""Names that mean a part of a hub set: the set's own name and the shape that picks the part."""
 
 
 def open_saved(source: Source, folder: Path) -> tuple[Any, Any | None]:
@@ -17,7 +24,15 @@ def open_saved(source: Source, folder: Path) -> tuple[Any, Any | None]:
     return _parts(source, datasets.load_from_disk(str(folder)))
 
 
-def open_hub(source: Source) -> tuple[Any, Any | None]:
+def resolve_alias(source: Source) -> Source:
+    """The source under the hub's own name, with the shape its alias stands for."""
+    if source.name not in ALIASES:
+        return source
+    name, shape = ALIASES[source.name]
+    return replace(source, name=name, shape=source.shape or shape)
+
+
+def open_hub(source: Source, streaming: bool = False) -> tuple[Any, Any | None]:
     """(train, eval or None) of a hub data set.
 
     Raises:
@@ -26,7 +41,7 @@ def open_hub(source: Source) -> tuple[Any, Any | None]:
     import datasets
 
     try:
-        found = datasets.load_dataset(source.name, source.subset, revision=source.revision)
+        found = datasets.load_dataset(source.name, source.subset, revision=source.revision, streaming=streaming)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"no data at {source.name}: it is no local path, and the hub's data set could not be loaded "
@@ -38,7 +53,7 @@ def open_hub(source: Source) -> tuple[Any, Any | None]:
 def _parts(source: Source, found: Any) -> tuple[Any, Any | None]:
     import datasets
 
-    if isinstance(found, datasets.Dataset):
+    if isinstance(found, datasets.Dataset | datasets.IterableDataset):
         return found, None
     for name in filter(None, (source.split, source.eval_split)):
         if name not in found:

@@ -5,7 +5,8 @@
     ppo     the prompt, through the assistant marker, and the row
 
 SFT takes `response`, else `chosen`. An answer whose `score` is 0 or less was marked as bad by its label or
-reward: SFT would teach it, so it is refused there; PPO uses its prompt. Reward needs two sides.
+reward: SFT would teach it, so it is refused there; PPO uses its prompt. Reward needs two sides; single answers with
+scores are paired up beforehand where a prompt has several, see `data.pairing`.
 
 Too long rows are treated by `truncation`:
 
@@ -47,6 +48,29 @@ class Rules:
     limit: int | None
     truncation: str
     train_on_prompt: bool = False
+
+
+def make_rules(
+    stage: str,
+    max_seq_len: int | None,
+    max_prompt_len: int | None,
+    truncation: str | None,
+    train_on_prompt: bool,
+) -> Rules:
+    """The rules a stage's arguments ask for. Raises ValueError, naming the argument that does not fit."""
+    if stage not in STAGES:
+        raise ValueError(f"stage {stage!r} must be one of {', '.join(STAGES)}")
+    truncation = truncation or DEFAULT_TRUNCATION[stage]
+    if truncation not in TRUNCATIONS:
+        raise ValueError(f"truncation {truncation!r} must be one of {', '.join(TRUNCATIONS)}")
+    if stage == "ppo" and truncation == "right":
+        raise ValueError("truncation right would cut off the end of PPO's questions: use drop or left")
+    limit = max_prompt_len if stage == "ppo" else max_seq_len
+    if limit is not None and limit < 1:
+        raise ValueError(
+            f"the longest {'prompt' if stage == 'ppo' else 'dialogue'} of {limit} tokens must be at least 1"
+        )
+    return Rules(stage, limit, truncation, train_on_prompt and stage == "sft")
 
 
 def make_items(rows: Sequence[Row], tokenizer: Any, rules: Rules, report: SourceReport) -> list[Item | Refused]:

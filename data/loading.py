@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from data.files import BadRecord
 from data.report import SourceReport, summary
 from data.shapes import Row, normalise
-from data.sources import Opened, Records, Source, open_source
+from data.sources import Opened, Records, Source, SourceLike, open_source
 from data.turns import RowError
 
 MAX_MALFORMED = 0.5
@@ -77,7 +76,7 @@ def new_report(opened: Opened) -> SourceReport:
 
 
 def load_rows(
-    source: str | os.PathLike[str] | Source, split: str = "train", *, on_bad_row: str = "drop"
+    source: SourceLike, split: str = "train", *, on_bad_row: str = "drop"
 ) -> tuple[list[Row], dict[str, Any]]:
     """All usable rows of a source and the account of the others.
 

@@ -47,7 +47,8 @@ def read_prompt(record: Mapping[str, Any], name: str) -> tuple[Row, str]:
     if is_turns(record[name]):
         turns = read_turns(record[name], name)
         return prompt_row(with_system(system, turns), name), ""
-    text = text_of(record[name], name)
+    answer = first(record, ANSWERS)
+    text = prompt_of_answer(text_of(record[name], name), None if answer is None else record[answer])
     if system and not has_markers(text):
         return prompt_row(with_system(system, [{"role": "user", "content": text.strip()}]), name), ""
     return text_prompt(text, name)
@@ -59,7 +60,7 @@ def with_system(system: Any, turns: list[Turn]) -> list[Turn]:
 
 
 def answer_text(value: Any, field: str) -> str:
-    """An answer that is text, one turn, or a list that ends in an assistant turn."""
+    """An answer that is text, with or without its marker, one turn, or a list that ends in an assistant turn."""
     if isinstance(value, str) and value.lstrip().startswith("{") and is_turn_text(value):
         value = json.loads(value)
     if isinstance(value, Mapping):
@@ -69,7 +70,7 @@ def answer_text(value: Any, field: str) -> str:
         return turn["content"]
     if is_turns(value):
         return split_turns(read_turns(value, field), field)[1]
-    return text_of(value, field).strip()
+    return text_of(value, field).strip().removeprefix("Assistant:").lstrip()
 
 
 def is_turn_text(value: str) -> bool:
@@ -92,6 +93,16 @@ def split_turns(turns: list[Turn], field: str) -> tuple[list[Turn], str]:
     if last is None:
         raise RowError("no assistant turn", field)
     return turns[:last], turns[last]["content"]
+
+
+def prompt_of_answer(text: str, answer: Any) -> str:
+    """A prompt with its first marker made whole, when the answer beside it shows that it is a dialogue.
+
+    Some sets cut a dialogue right before its last "Assistant:": the prompt begins with "Human:", the answer with
+    "Assistant:".
+    """
+    cut = isinstance(answer, str) and answer.lstrip().startswith("Assistant:")
+    return "\n\n" + text.lstrip() if cut and text.lstrip().startswith("Human:") else text
 
 
 def pair_rows(base: Row, begun: str, record: Mapping[str, Any]) -> list[Row]:

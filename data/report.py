@@ -55,9 +55,9 @@ class SourceReport:
     files_unused: list[str] = field(default_factory=list)
     sha256: str | None = None
 
-    def drop(self, reason: str, example: str = "") -> None:
-        """Counts one dropped row; the first of each reason is kept in words."""
-        self.rows_dropped[reason] += 1
+    def drop(self, reason: str, example: str = "", count: int = 1) -> None:
+        """Counts a dropped row, or `count` of them; the first of each reason is kept in words."""
+        self.rows_dropped[reason] += count
         if example:
             self.first_dropped.setdefault(reason, example)
 

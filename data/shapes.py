@@ -12,6 +12,7 @@ The shape of a row is recognised by its columns, in this order (the first that f
     question-answer     question + answer
     dialogue-text       text with dialogue markers
     prompt              a prompt alone, good for PPO
+    (before all these)  the shapes of `data.foreign`
 
 One answer with a `reward`, `label` or `score` keeps it as a number under `score`. What comes out:
 
@@ -28,6 +29,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from data.foreign import READERS as FOREIGN
+from data.foreign import read_foreign, recognise_foreign
 from data.markers import ASSISTANT, Turn, has_markers, parse_dialogue, split_last_answer
 from data.parts import (
     ANSWERS,
@@ -67,10 +70,10 @@ def normalise(record: Mapping[str, Any], shape: str | None = None) -> tuple[str,
         if record.get(column):
             raise RowError("image turn", column, "only text can be learned")
     if shape is None:
-        used, rows = _READERS[shape := recognise(record)](record)
+        used, rows = _read(record, shape := recognise(record))
     else:
         try:
-            used, rows = _READERS[shape](record)
+            used, rows = _read(record, shape)
         except KeyError as error:
             raise RowError("missing column", str(error.args[0]), f"shape {shape} needs it") from error
     extra = {key: value for key, value in record.items() if key not in used and is_plain(value)}
@@ -80,9 +83,19 @@ def normalise(record: Mapping[str, Any], shape: str | None = None) -> tuple[str,
     return shape, rows
 
 
+def _read(record: Mapping[str, Any], shape: str) -> tuple[set[str], list[Row]]:
+    if shape in _READERS:
+        return _READERS[shape](record)
+    common, used = read_foreign(shape, record)
+    return used, _READERS[recognise(common)](common)[1]
+
+
 def recognise(record: Mapping[str, Any]) -> str:
     """The shape of a record, see the table of this module. Raises RowError when none fits."""
     columns = record.keys()
+    foreign = recognise_foreign(record)
+    if foreign is not None:
+        return foreign
     pair = "chosen" in columns and "rejected" in columns
     prompt, answer = first(record, PROMPTS), first(record, ANSWERS)
     if first(record, TURNS) is not None:
@@ -265,4 +278,4 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], tuple[set[str], list[Row]]]] =
     "dialogue-text": _dialogue_text,
     "prompt": _prompt,
 }
-SHAPES = tuple(_READERS)
+SHAPES = (*_READERS, *FOREIGN)

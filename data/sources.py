@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from data.files import BadRecord, Record, count_file, file_kind, read_file
 from data.shapes import SHAPES
 
 SAMPLE = Path(__file__).parent / "sample"
+JSONFILE = "local/jsonfile"
+"""A name from older scripts: data/train.json and data/eval.json in the working directory."""
 _SPLIT_NAMES = {
     "train": re.compile(r"^train", re.I),
     "eval": re.compile(r"^(eval|test|valid|val(?![a-z])|dev(?![a-z]))", re.I),
@@ -52,7 +54,15 @@ class Source:
     columns: dict[str, str] = field(default_factory=dict)
 
 
-def parse_source(text: str | os.PathLike[str] | Source) -> Source:
+SourceLike = str | os.PathLike[str] | Source
+
+
+def as_list(paths: SourceLike | Sequence[SourceLike]) -> list[SourceLike]:
+    """One source or several as a list."""
+    return [paths] if isinstance(paths, str | os.PathLike | Source) else list(paths)
+
+
+def parse_source(text: SourceLike) -> Source:
     """The `Source` a text describes.
 
     Raises:
@@ -162,8 +172,8 @@ class Opened:
         return key_of([[*map(content_hash, part.files), getattr(part.table, "_fingerprint", None)] for part in parts])
 
 
-def open_source(text: str | os.PathLike[str] | Source) -> Opened:
-    """Finds a source and its parts; reads no row yet.
+def open_source(text: SourceLike, streaming: bool = False) -> Opened:
+    """Finds a source and its parts; reads no row yet. With `streaming` a hub set is not downloaded first.
 
     Raises:
         FileNotFoundError: a path with nothing there. ValueError: a folder or hub set without data.
@@ -178,9 +188,12 @@ def open_source(text: str | os.PathLike[str] | Source) -> Opened:
         return _open_folder(source, path)
     if _looks_like_path(source.name):
         raise FileNotFoundError(f"no data at {source.name}: give a file, a folder, or a hub name like owner/name")
-    from data.hub import open_hub
+    if source.name == JSONFILE and Path("data").is_dir():
+        return _open_folder(source, Path("data"))
+    from data.hub import open_hub, resolve_alias
 
-    train, held_out = open_hub(source)
+    source = resolve_alias(source)
+    train, held_out = open_hub(source, streaming)
     return Opened(
         source,
         Records(table=train, limit=source.limit),

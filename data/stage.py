@@ -10,13 +10,11 @@ from typing import Any
 
 from data import cache
 from data.builder import Builder
-from data.items import DEFAULT_TRUNCATION, STAGES, TRUNCATIONS, Rules
+from data.items import make_rules
 from data.loading import ON_BAD_ROW
-from data.sources import Source, open_source
+from data.sources import SourceLike, as_list, open_source
 from data.splits import hold_out, parse_ratios
 from data.store import ItemSet
-
-SourceLike = str | os.PathLike[str] | Source
 
 
 @dataclass
@@ -66,14 +64,14 @@ def load_stage_data(
         FileNotFoundError: a path with nothing there.
         ValueError: an argument that does not fit, or too few rows left; the message has the counts.
     """
-    rules = _rules(stage, max_seq_len, max_prompt_len, truncation, train_on_prompt)
+    rules = make_rules(stage, max_seq_len, max_prompt_len, truncation, train_on_prompt)
     parse_ratios(data_split)
     hold_out([], eval_fraction)
     if on_bad_row not in ON_BAD_ROW:
         raise ValueError(f"on_bad_row {on_bad_row!r} must be drop or error")
-    shares = [(path, data_split) for path in _as_list(data_path)]
+    shares = [(path, data_split) for path in as_list(data_path)]
     if stage == "sft":
-        shares += [(path, "1,0,0") for path in _as_list(sft_only_data_path)]
+        shares += [(path, "1,0,0") for path in as_list(sft_only_data_path)]
     if not shares:
         raise ValueError("data_path names no source: give a file, a folder, a hub name, or sample")
     output = cache.default_folder() if data_output_path is None else Path(data_output_path)
@@ -85,29 +83,3 @@ def load_stage_data(
 
     folder, report = cache.on_one_rank(find_or_build)
     return StageData(ItemSet(folder / "train", stage), ItemSet(folder / "eval", stage), report)
-
-
-def _rules(
-    stage: str,
-    max_seq_len: int | None,
-    max_prompt_len: int | None,
-    truncation: str | None,
-    train_on_prompt: bool,
-) -> Rules:
-    if stage not in STAGES:
-        raise ValueError(f"stage {stage!r} must be one of {', '.join(STAGES)}")
-    truncation = truncation or DEFAULT_TRUNCATION[stage]
-    if truncation not in TRUNCATIONS:
-        raise ValueError(f"truncation {truncation!r} must be one of {', '.join(TRUNCATIONS)}")
-    if stage == "ppo" and truncation == "right":
-        raise ValueError("truncation right would cut off the end of PPO's questions: use drop or left")
-    limit = max_prompt_len if stage == "ppo" else max_seq_len
-    if limit is not None and limit < 1:
-        raise ValueError(
-            f"the longest {'prompt' if stage == 'ppo' else 'dialogue'} of {limit} tokens must be at least 1"
-        )
-    return Rules(stage, limit, truncation, train_on_prompt and stage == "sft")
-
-
-def _as_list(paths: SourceLike | Sequence[SourceLike]) -> list[SourceLike]:
-    return [paths] if isinstance(paths, str | os.PathLike | Source) else list(paths)

@@ -87,6 +87,17 @@ class Item:
         self.sequences, self.trained, self.row = sequences, trained, row
 
 
+def item_tensors(stage: str, sequences: Sequence[Any], trained: Any = None, row: dict | None = None) -> dict[str, Any]:
+    """An item as a stage sees it: a dict of int64 tensors, and the row of a prompt."""
+    ids = [torch.from_numpy(np.asarray(sequence).astype(np.int64)) for sequence in sequences]
+    if stage == "reward":
+        return {"chosen_ids": ids[0], "rejected_ids": ids[1]}
+    if stage == "ppo":
+        return {"prompt_ids": ids[0], "row": row}
+    untrained = torch.from_numpy(~np.asarray(trained).astype(bool))
+    return {"input_ids": ids[0], "labels": ids[0].masked_fill(untrained, IGNORE)}
+
+
 class ItemSet(Sequence):
     """The items of one stage's part, a sequence of dicts of tensors (int64).
 
@@ -118,15 +129,12 @@ class ItemSet(Sequence):
         if isinstance(place, slice):
             return [self[number] for number in range(*place.indices(len(self)))]
         item = int(self._map("order.i64")[place])
-        if self.stage == "reward":
-            chosen, rejected = (self._ids(*self._span(2 * item + side)) for side in (0, 1))
-            return {"chosen_ids": chosen, "rejected_ids": rejected}
-        start, end = self._span(item)
-        ids = self._ids(start, end)
-        if self.stage == "ppo":
-            return {"prompt_ids": ids, "row": self._row(item)}
-        trained = torch.from_numpy(self._map("trained.u8")[start:end].astype(bool))
-        return {"input_ids": ids, "labels": ids.masked_fill(~trained, IGNORE)}
+        count = SEQUENCES[self.stage]
+        spans = [self._span(count * item + side) for side in range(count)]
+        ids = [self._map("ids.i32")[start:end] for start, end in spans]
+        start, end = spans[0]
+        trained = self._map("trained.u8")[start:end] if self.stage == "sft" else None
+        return item_tensors(self.stage, ids, trained, self._row(item) if self.stage == "ppo" else None)
 
     def lengths(self) -> np.ndarray:
         """Tokens of each item (of a pair, of its longer side), int64 [items]; for batches of similar length."""
@@ -137,9 +145,6 @@ class ItemSet(Sequence):
     def _span(self, sequence: int) -> tuple[int, int]:
         ends = self._map("ends.i64")
         return (int(ends[sequence - 1]) if sequence else 0), int(ends[sequence])
-
-    def _ids(self, start: int, end: int) -> torch.Tensor:
-        return torch.from_numpy(self._map("ids.i32")[start:end].astype(np.int64))
 
     def _row(self, item: int) -> dict[str, Any]:
         ends = self._map("row_ends.i64")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from engine import distributed
+from rlhf.results import read_lines
 
 METRICS_FILE, RUN_FILE, REPORT_FILE = "metrics.jsonl", "run.json", "data_report.json"
 LIBRARIES = ("torch", "transformers", "tokenizers", "datasets", "accelerate", "peft", "safetensors", "sentencepiece")
@@ -40,7 +41,7 @@ class MetricsWriter:
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
-        kept = [line for line in read_metrics(path) if line["step"] <= start_step] if start_step else []
+        kept = [line for line in read_lines(path) if line["step"] <= start_step] if start_step else []
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, path)
@@ -79,18 +80,6 @@ class MetricsWriter:
         if self._board is not None:
             self._board.close()
             self._board = None
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, none where there is no file. A last line cut off by a crash is left out."""
-    path = Path(path)
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if text.endswith("\n"):
-            lines.append(json.loads(text))
-    return lines
 
 
 def json_value(value: Any) -> Any:

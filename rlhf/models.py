@@ -160,7 +160,8 @@ class ScoreModel(nn.Module):
             position_ids=positions(attention_mask),
             use_cache=False,
         ).last_hidden_state
-        return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
+        # a sum of one, not a view: FSDP2 warns of views among a module's outputs
+        return self.head(hidden.to(self.head.weight.dtype)).sum(-1).float()
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
         """As on the stock model: layers are run again in the backward pass instead of kept."""

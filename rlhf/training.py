@@ -123,6 +123,20 @@ def checkpoint_folder(args: argparse.Namespace, name: str = "") -> Path:
     return Path(args.output_dir) / "checkpoints" / name
 
 
+def refuse_to_bury(args: argparse.Namespace) -> None:
+    """A run from the beginning beside an earlier one's checkpoints: a later --resume would take up the wrong one.
+
+    Raises:
+        ValueError: there are checkpoints and `--resume` was not given.
+    """
+    folder = checkpoint_folder(args)
+    if not args.resume and any(folder.rglob("latest")):
+        raise ValueError(
+            f"{folder} holds checkpoints of an earlier run: go on from them with --resume, remove them, or give "
+            "another --output_dir"
+        )
+
+
 def save_model(eng: engine.Engine, tokenizer: Any, folder: Path | str, **options: Any) -> None:
     """A Hugging Face folder of model and tokenizer, complete for every rank when this returns. Collective."""
     eng.save_pretrained(folder, **options)

@@ -39,6 +39,7 @@ from rlhf.training import (
     inference_config,
     is_due,
     prepare_module,
+    refuse_to_bury,
     sampler_for,
     save_model,
     train_config,
@@ -52,6 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(ppo_parser(), argv)
     engine.init_distributed()
     set_seed(args.seed)
+    refuse_to_bury(args)
     write_run_json(args.output_dir, args, status="running")
 
     tokenizer = load_tokenizer(args.actor_model_name_or_path)

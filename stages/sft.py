@@ -29,6 +29,7 @@ from rlhf.training import (
     count_steps,
     is_due,
     prepare_module,
+    refuse_to_bury,
     sampler_for,
     save_model,
     to_device,
@@ -41,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(sft_parser(), argv)
     engine.init_distributed()
     set_seed(args.seed)
+    refuse_to_bury(args)
     write_run_json(args.output_dir, args, status="running")
 
     model_path = args.model_name_or_path

@@ -66,7 +66,9 @@ def flags_read(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and is_args(node.value):
             yield node.attr
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and is_args(node.args[0]):
+        elif (
+            isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and is_args(node.args[0])
+        ):
             yield getattr(node.args[1], "value", "")
 
 

@@ -8,12 +8,11 @@ import torch
 
 from engine import distributed
 from engine.engine import Engine
-from engine.hybrid.generator import (
-    Core,
+from engine.hybrid.core import Core
+from engine.hybrid.requests import (
     GenerateOutput,
     assemble,
     check_call,
-    check_positions,
     no_answers,
     padding_id,
     request_keys,
@@ -99,7 +98,7 @@ class HybridEngine(Engine):
                 f"prompt ({longest} tokens) + max_new_tokens ({max_new_tokens}) = {longest + max_new_tokens} exceed "
                 f"hybrid_engine.max_out_tokens={settings.max_out_tokens}: raise it, or shorten one of them"
             )
-        check_positions(core, longest, max_new_tokens)
+        core.check_positions(longest, max_new_tokens)
         keys = request_keys(seed, len(prompts), num_return_sequences, distributed.rank())
         core.sync(self.weights_version)
         answers = self._pooled(prompts, keys, num_return_sequences, max_new_tokens, sampling)

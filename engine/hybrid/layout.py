@@ -115,10 +115,10 @@ class _Planner:
             )
         if names.project_in:
             self.whole("project_in", names.project_in, FIRST, decoder.hidden, width)
-        self.norm("embedding_norm", names.embedding_norm, FIRST)
+        self.norm("embedding_norm", "", names.embedding_norm, FIRST, decoder.hidden)
         for layer in range(decoder.layers):
             self.layer(layer)
-        self.norm("final_norm", names.final_norm, LAST)
+        self.norm("final_norm", "", names.final_norm, LAST, decoder.hidden)
         if names.project_out:
             self.whole("project_out", names.project_out, LAST, width, decoder.hidden)
         if not self.tied:
@@ -131,15 +131,14 @@ class _Planner:
         decoder, names = self.decoder, self.names
         prefix, path = f"{layer}.", f"{names.layers}.{layer}."
         hidden, dim = decoder.hidden, decoder.head_dim
-        self.norm(prefix + "attention_norm", path + names.attention_norm, layer)
+        for role in ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm"):
+            self.norm(prefix + role, path, getattr(names, role), layer, hidden)
+        for role in ("query_norm", "key_norm"):
+            self.norm(prefix + role, path, getattr(names, role), layer, dim)
         blocks = self.qkv_blocks(path)
         self.split_rows(prefix + "qkv", layer, blocks, hidden)
-        for role, name in (("query_norm", names.query_norm), ("key_norm", names.key_norm)):
-            self.norm(prefix + role, name and path + name, layer, dim)
         heads = decoder.heads // self.tp_size * dim
         self.split_columns(prefix + "attention_out", path + names.attention_out, layer, heads)
-        self.norm(prefix + "after_attention_norm", names.after_attention_norm and path + names.after_attention_norm, layer)
-        self.norm(prefix + "mlp_norm", names.mlp_norm and path + names.mlp_norm, layer)
         mlp = decoder.mlp // self.tp_size
         mine = (self.tp_rank * mlp, (self.tp_rank + 1) * mlp)
         if names.gate_up:
@@ -149,7 +148,6 @@ class _Planner:
             blocks = [(path + name, mine) for name in (names.gate, names.up) if name]
         self.split_rows(prefix + "up", layer, blocks, hidden)
         self.split_columns(prefix + "down", path + names.down, layer, mlp)
-        self.norm(prefix + "after_mlp_norm", names.after_mlp_norm and path + names.after_mlp_norm, layer)
 
     def qkv_blocks(self, path: str) -> list[tuple[str, tuple[int, int]]]:
         """(weight, its rows) of this rank's query, key and value heads, in the fused order."""
@@ -190,10 +188,10 @@ class _Planner:
             row += count
         self.targets.append(target)
 
-    def norm(self, role: str, name: str | None, bucket: int, size: int | None = None) -> None:
+    def norm(self, role: str, path: str, name: str | None, bucket: int, size: int) -> None:
         if name is None:
             return
-        size = size or self.decoder.hidden
+        name = path + name
         target = Target(f"{role}.weight", bucket, (size,), [Piece(f"{name}.weight", (0, size), (0, 1), (0, 0))])
         self.targets.append(target)
         if self.has(f"{name}.bias"):

@@ -97,7 +97,7 @@ def gathered_copy(module: nn.Module, sources: Sources, dtype: torch.dtype) -> nn
         replica = kind(copy.deepcopy(plain.config))
     state = {}
     for name in sources.names:
-        state[name] = _whole(sources, name).to(dtype)
+        state[name] = sources.whole(name).to(dtype)
     for name, buffer in module.named_buffers():
         state[plain_name(name)] = buffer
     for name, _ in [*replica.named_parameters(), *replica.named_buffers()]:
@@ -110,16 +110,3 @@ def gathered_copy(module: nn.Module, sources: Sources, dtype: torch.dtype) -> nn
     replica.tie_weights()
     return replica.eval()
 
-
-def _whole(sources: Sources, name: str) -> torch.Tensor:
-    parameter, local = sources.parameter(name), sources.local_rows(name)
-    owners = sources.owners(name)
-    if owners is not None:
-        pieces = [
-            torch.empty(spans[0][1] - spans[0][0], local.shape[1], dtype=local.dtype, device=local.device)
-            for spans in owners
-        ]
-        torch.distributed.all_gather(pieces, local.contiguous())
-        starts = {spans[0]: piece for spans, piece in zip(owners, pieces, strict=True)}
-        local = torch.cat([starts[span] for span in sorted(starts)])
-    return local.reshape(parameter.shape)

@@ -62,7 +62,6 @@ def generate(
     sampling: Sampling,
     *,
     reserve: int = 0,
-    max_slots: int = MAX_SLOTS,
     on_token: OnToken | None = None,
 ) -> Answers:
     """Answer every request.
@@ -74,7 +73,7 @@ def generate(
         on_token: called for each token of each request in order.
     """
     run = _Run(model, prompts, prompt_of, keys, max_new_tokens, sampling, on_token)
-    slots = min(len(keys), max_slots)
+    slots = min(len(keys), MAX_SLOTS)
     width = max(len(prompt) for prompt in prompts) + max_new_tokens
     model.workspace.open(slots, width, reserve)
     while run.waiting or len(run.rows):

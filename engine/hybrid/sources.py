@@ -74,9 +74,20 @@ class Sources:
         if isinstance(local, DTensor):
             local = local.to_local()
         local = local.reshape(local.shape[0], -1)
-        for a, b, scaling, flipped in source.adapters:
-            local = local + _adapter_rows(a, b, scaling, flipped, source, local)
+        for factors in source.adapters:
+            product = _product(*factors)
+            if source.owners is not None:
+                product = product[slice(*source.owners[torch.distributed.get_rank()][0])]
+            local = local + product.to(local.dtype)
         return local
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The whole weight, adapters merged. Collective."""
+        source = self._sources[name]
+        weight = _full(source.parameter)
+        for factors in source.adapters:
+            weight = weight + _product(*factors).to(weight.dtype)
+        return weight
 
 
 def plain_name(name: str) -> str:
@@ -109,14 +120,10 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _adapter_rows(a, b, scaling, flipped, source: _Source, local: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of `scaling * B @ A`. The factors are thin, so both are gathered whole."""
-    a, b = _full(a).float(), _full(b).float()
-    left, right = (a.T, b.T) if flipped else (b, a)
-    if source.owners is not None:
-        start, stop = source.owners[torch.distributed.get_rank()][0]
-        left = left[start:stop]
-    return ((left @ right) * scaling).to(local.dtype)
+def _product(a: torch.Tensor, b: torch.Tensor, scaling: float, flipped: bool) -> torch.Tensor:
+    """`scaling * B @ A`, laid out as the weight is. The factors are thin, so both are gathered whole."""
+    product = (_full(b).float() @ _full(a).float()) * scaling
+    return product.T if flipped else product
 
 
 def _row_owners(parameter: torch.Tensor) -> list[list[tuple[int, int]]] | None:

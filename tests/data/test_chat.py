@@ -231,3 +231,41 @@ class TestMarkers:
     def test_there_and_back(self):
         dialogue = [{"role": "system", "content": "s"}, *turns("a", "b", "")]
         assert chat.parse_dialogue(chat.turns_to_text(dialogue)) == dialogue
+
+
+class TestTrainedParts:
+    def trained(self, tokenizer, dialogue):
+        ids, own = chat.render(dialogue, tokenizer)
+        return tokenizer.decode([token for token, is_own in zip(ids, own, strict=True) if is_own])
+
+    def test_turns_marked_as_context_are_not_trained(self):
+        dialogue = turns("a", "one", "b", "two")
+        dialogue[1]["train"] = False
+        for name, expected in (("byte-level", " two</s>"), ("byte-level, ChatML", "two<|im_end|>")):
+            assert self.trained(build(name), dialogue) == expected
+            assert chat.render(dialogue, build(name))[0] == chat.render(turns("a", "one", "b", "two"), build(name))[0]
+
+    def test_generation_marks_of_a_template_are_kept(self):
+        template = (
+            "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+            "{% if m.role == 'assistant' %}{{ '(thinking)' }}{% generation %}{{ m.content + '<|im_end|>' }}"
+            "{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        )
+        tokenizer = byte_level_fast(template=template, eos="<|im_end|>")
+        dialogue = turns("a", "one", "b", "two")
+        assert self.trained(tokenizer, dialogue) == "one<|im_end|>two<|im_end|>"
+        stock = tokenizer.apply_chat_template(dialogue, return_assistant_tokens_mask=True, return_dict=True)
+        ids, own = chat.render(dialogue, tokenizer)
+        assert ids == stock["input_ids"][: len(ids)]
+        assert [int(is_own) for is_own in own] == stock["assistant_masks"][: len(ids)]
+        assert ids[: len(chat.encode_prompt(tokenizer, dialogue[:3]))] == chat.encode_prompt(tokenizer, dialogue[:3])
+
+    def test_what_a_template_writes_before_an_answer_is_the_models_to_write(self):
+        template = (
+            "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if loop.last and m.role == 'assistant' %}"
+            "{{ '<think></think>' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        )
+        tokenizer = byte_level_fast(template=template, eos="<|im_end|>")
+        assert self.trained(tokenizer, turns("a", "one", "b", "two")) == "one<|im_end|><think></think>two<|im_end|>"

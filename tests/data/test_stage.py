@@ -107,6 +107,7 @@ def test_dropped_rows_are_counted_by_reason(load):
         *dialogue_rows(10),
         {"prompt": "same", "chosen": "yes", "rejected": " yes"},
         {"chosen": "\n\nHuman: a\n\nAssistant: x", "rejected": "\n\nHuman: b\n\nAssistant: y"},
+        {"prompt": "p", "response": "only one"},
         {"prompt": "p", "response": "only one", "score": 1},
         {"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}]},
         {"prompt": "empty", "chosen": "", "rejected": "no"},
@@ -116,6 +117,7 @@ def test_dropped_rows_are_counted_by_reason(load):
         "both answers equal": 1,
         "prompts differ": 1,
         "no pair of answers": 1,
+        "no answer of another score to the same prompt": 1,
         "tool turn": 1,
         "empty answer": 1,
     }

@@ -12,7 +12,6 @@ import torch
 from rlhf.metrics import (
     MetricAccumulator,
     MetricsWriter,
-    read_metrics,
     write_data_report,
     write_run_json,
 )
@@ -50,14 +49,14 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_stood(tmp_path):
     writer.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"stage": "sft", "st')  # killed while writing
-    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
     writer = MetricsWriter(tmp_path, "sft", start_step=2)
     writer.log(3, {"loss": 30.0})
     writer.close()
     assert [(line["step"], line["loss"]) for line in lines_of(tmp_path)] == [(0, 9.0), (1, 1.0), (2, 2.0), (3, 30.0)]
     MetricsWriter(tmp_path, "sft").close()
     assert lines_of(tmp_path) == [], "a fresh run starts a fresh file"
-    assert read_metrics(tmp_path / "absent.jsonl") == []
+    assert read_lines(tmp_path / "absent.jsonl") == []
 
 
 @pytest.mark.parametrize("given", [None, "elsewhere"])

@@ -18,7 +18,8 @@ from tests.stages.kit import PPO_SMALL, ppo_models, run, trained, write_rows
 COMMON = {"stage", "step", "epoch", "loss", "lr", "grad_norm", "tokens", "skipped", "step_seconds", "tokens_per_second"}
 REWARD = COMMON | {"accuracy", "chosen_score", "rejected_score"}
 PPO = COMMON | {
-    "actor_loss", "critic_loss", "ptx_loss", "ratio_mean", "ratio_max", "clip_fraction", "approx_kl", "kl_ref", "kl_coef",
+    "actor_loss", "critic_loss", "ptx_loss", "ratio_mean", "ratio_max", "clip_fraction", "approx_kl", "kl_ref",
+    "kl_coef",
     "score_mean", "score_std", "reward_mean", "advantage_mean", "advantage_std", "value_mean", "explained_variance",
     "entropy", "response_length_mean", "response_length_max", "truncated_fraction", "rollout_logprob_gap",
     "generate_seconds", "score_seconds", "train_seconds", "generate_tokens_per_second",
@@ -123,6 +124,8 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path, chain, data, stag
         flags = {**PPO_SMALL, **ppo_models(chain / "sft", chain / "reward"), "max_steps": 6, "kl_ctl": 0.2}
         flags |= {"normalize_scores": True, "target_kl": 0.1, "enable_ema": True, "per_device_training_batch_size": 3}
     whole = run(stage, tmp_path / "whole", data, save_interval=2, **flags)
+    with pytest.raises(ValueError, match="holds checkpoints of an earlier run"):
+        run(stage, tmp_path / "whole", data, **flags)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     for checkpoints in (tmp_path / "cut/checkpoints").rglob("latest"):
         names = sorted(path.name for path in checkpoints.parent.iterdir() if path.is_dir())

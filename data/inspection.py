@@ -1,0 +1,226 @@
+"""A look at data before training on it: what it is, what would be dropped and why, how long it is, and a few rows as
+the model sees them.
+
+    found = inspect_data("sft", tokenizer, ["sample", "more.jsonl"], max_seq_len=512)
+    print_inspection(found, rich.console.Console())
+
+`main` is the command: SOURCE... [--tokenizer PATH] [--stage sft] [--max_seq_len N] ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from data.items import STAGES, TRUNCATIONS, Refused, make_items, make_rules
+from data.loading import new_report, read_rows
+from data.report import SourceReport, totals
+from data.sources import SourceLike, as_list, open_source
+from data.store import Item
+
+BAR = 40
+MOST_TOKENS_OF_A_LETTER = 4
+
+
+@dataclass
+class Inspection:
+    """What was found. `lengths`: tokens of each item (of a pair, its longer side); `examples`: the first items of
+    each source, as sequences of (text of one token, trained)."""
+
+    stage: str
+    limit: int | None
+    sources: list[SourceReport]
+    lengths: list[int] = field(default_factory=list)
+    examples: list[list[list[tuple[str, bool]]]] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The counts, JSON-ready; `lengths` as a histogram of (from, to, count)."""
+        return {
+            "stage": self.stage,
+            "sources": [source.as_dict() for source in self.sources],
+            "totals": totals(self.sources),
+            "lengths": histogram(self.lengths),
+        }
+
+
+def inspect_data(
+    stage: str,
+    tokenizer: Any,
+    data_path: SourceLike | Sequence[SourceLike],
+    *,
+    max_seq_len: int | None = None,
+    max_prompt_len: int | None = None,
+    truncation: str | None = None,
+    train_on_prompt: bool = False,
+    examples: int = 3,
+    limit: int | None = None,
+) -> Inspection:
+    """Reads and tokenizes sources as `stage` would, whole (no deal to stages), and keeps the account of it.
+
+    Args: as of `data.load_stage_data`, and
+        examples: items of each source to show.
+        limit: most records of each source's part to read.
+
+    Raises:
+        FileNotFoundError, ValueError: as `data.load_stage_data`, but an empty result is no error here.
+    """
+    rules = make_rules(stage, max_seq_len, max_prompt_len, truncation, train_on_prompt)
+    found = Inspection(stage, rules.limit, [])
+    for path in as_list(data_path):
+        opened = open_source(path)
+        report = new_report(opened)
+        found.sources.append(report)
+        shown = 0
+        for records in filter(None, (opened.train, opened.eval)):
+            held_out = records is opened.eval
+            if limit is not None:
+                records.limit = limit if records.limit is None else min(limit, records.limit)
+            for _, place, rows in read_rows(records, opened.source, report):
+                made = make_items(rows, tokenizer, rules, report)
+                items = [item for item in made if isinstance(item, Item)]
+                if not items:
+                    refused = next(item for item in made if isinstance(item, Refused))
+                    report.drop(str(refused), f"{place}: {refused}")
+                    continue
+                report.rows_eval += held_out
+                report.rows_train += not held_out
+                found.lengths += [max(map(len, item.sequences)) for item in items]
+                for item in items[: max(examples - shown, 0)]:
+                    found.examples.append(_pieces(tokenizer, item))
+                    shown += 1
+    return found
+
+
+def _pieces(tokenizer: Any, item: Item) -> list[list[tuple[str, bool]]]:
+    trained = item.trained or []
+    return [token_texts(tokenizer, ids, trained or [False] * len(ids)) for ids in item.sequences]
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, bool]]:
+    """(text, trained) of each token; tokens that are only parts of one letter come as one piece."""
+    pieces: list[tuple[str, bool]] = []
+    earlier = start = 0
+    for end in range(1, len(ids) + 1):
+        # Decoded behind the piece before it: a token's own space is only written inside a text.
+        context = list(ids[earlier:start])
+        before = tokenizer.decode(context, skip_special_tokens=False)
+        text = tokenizer.decode(context + list(ids[start:end]), skip_special_tokens=False)
+        piece = text[len(before) :] if text.startswith(before) else tokenizer.decode(ids[start:end])
+        whole = not piece.endswith("\ufffd") or end - start == MOST_TOKENS_OF_A_LETTER
+        if whole or end == len(ids) or trained[end] != trained[start]:
+            pieces.append((piece, bool(trained[start])))
+            earlier, start = start, end
+    return pieces
+
+
+def histogram(lengths: Sequence[int], bins: int = 12) -> list[tuple[int, int, int]]:
+    """(from, to, count) of lengths, `to` included, in at most `bins` steps of one round width."""
+    if not lengths:
+        return []
+    top = max(lengths)
+    width = next(step for step in _round_steps() if step * bins > top)
+    counts = np.bincount(np.asarray(lengths) // width)
+    return [(k * width, (k + 1) * width - 1, int(count)) for k, count in enumerate(counts)]
+
+
+def _round_steps() -> Iterator[int]:
+    step = 1
+    while True:
+        for factor in (1, 2, 5):
+            yield step * factor
+        step *= 10
+
+
+def print_inspection(found: Inspection, console: Any) -> None:
+    """The inspection as tables and coloured text on a `rich` console."""
+    from rich.table import Table
+    from rich.text import Text
+
+    for source in found.sources:
+        table = Table(title=source.name, show_header=False, title_justify="left")
+        table.add_row("files", ", ".join(source.files) or "a data set")
+        if source.files_unused:
+            table.add_row("files not read", ", ".join(source.files_unused))
+        shapes = [f"{shape}: {count} rows" for shape, count in source.shapes.most_common()]
+        table.add_row("shape", "\n".join(shapes) or "none recognised")
+        used = source.rows_train + source.rows_eval
+        table.add_row("rows", f"{source.rows_read} read = {used} used + {source.rows_read - used} dropped")
+        for reason, count in source.rows_dropped.most_common():
+            table.add_row(f"dropped: {reason}", f"{count}   first: {source.first_dropped.get(reason, '')}")
+        for side, count in source.rows_cut.items():
+            table.add_row(f"cut to fit, {side}", str(count))
+        console.print(table)
+    bars = histogram(found.lengths)
+    if bars:
+        table = Table(title=f"tokens, stage {found.stage}", show_header=False, title_justify="left")
+        most = max(count for _, _, count in bars)
+        for low, high, count in bars:
+            table.add_row(f"{low}-{high}", str(count), "█" * -(-BAR * count // most))
+        console.print(table)
+    for number, sequences in enumerate(found.examples, 1):
+        for side, pieces in zip(("chosen", "rejected") if len(sequences) == 2 else ("",), sequences, strict=True):
+            text = Text(f"example {number} {side}".rstrip() + "\n", style="bold")
+            for piece, own in pieces:
+                text.append(piece, style="green" if own else "dim")
+            console.print(text)
+    if any(own for sequences in found.examples for pieces in sequences for _, own in pieces):
+        console.print(Text("green: trained", style="green"), Text("dim: not trained", style="dim"))
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer of bytes, for looking at data before there is a model: lengths are then bytes of UTF-8."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command: prints the inspection of the sources it names.
+
+    Raises:
+        FileNotFoundError, ValueError: in one line, what cannot be read.
+    """
+    parser = argparse.ArgumentParser("rlhf data inspect", description="Look at data as a stage would see it.")
+    add = parser.add_argument
+    add("sources", nargs="+", metavar="SOURCE", help="files, folders, hub names, or sample")
+    add("--tokenizer", help="folder or name of the model whose tokenizer is used; bytes are counted without")
+    add("--stage", choices=STAGES, default="sft", help="the stage whose items are made (default: sft)")
+    add("--max_seq_len", type=int, help="longest dialogue, tokens")
+    add("--max_prompt_len", type=int, help="longest prompt of stage ppo, tokens")
+    add("--truncation", choices=TRUNCATIONS, help="what is done with longer ones")
+    add("--examples", type=int, default=3, help="items of each source to show (default: 3)")
+    add("--limit", type=int, help="most rows to read of each source")
+    add("--json", action="store_true", help="print the counts as JSON and no examples")
+    args = parser.parse_args(argv)
+    if args.tokenizer:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    else:
+        tokenizer = byte_tokenizer()
+    found = inspect_data(
+        args.stage,
+        tokenizer,
+        args.sources,
+        max_seq_len=args.max_seq_len,
+        max_prompt_len=args.max_prompt_len,
+        truncation=args.truncation,
+        examples=args.examples,
+        limit=args.limit,
+    )
+    if args.json:
+        print(json.dumps(found.as_dict(), indent=1, ensure_ascii=False))
+        return
+    from rich.console import Console
+
+    print_inspection(found, Console())

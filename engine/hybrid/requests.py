@@ -1,0 +1,116 @@
+"""What a call of `generate` asks for and gets back: arguments to requests, answers to the output's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.hybrid.sampling import Sampling, mix
+from engine.hybrid.scheduler import Answers
+
+
+@dataclass
+class GenerateOutput:
+    """What `generate` returns with `return_dict_in_generate=True`; `B` rows, `N` the longest answer.
+
+    sequences `[B, P + N]`: the given ids, then the answer, then padding. logprobs `[B, N]` fp32: of each answer
+    token under the whole distribution at the sampling temperature; 0 beyond the answer. lengths `[B]`: tokens
+    of the answer, its end token included. finished `[B]`: it ended with an end token.
+    """
+
+    sequences: torch.Tensor
+    logprobs: torch.Tensor
+    lengths: torch.Tensor
+    finished: torch.Tensor
+
+
+def stop_ids(config, generation_config, eos_token_id) -> tuple[int, ...]:
+    """The end tokens: the caller's, else the model's. An empty list means none."""
+    if eos_token_id is None:
+        eos_token_id = getattr(generation_config, "eos_token_id", None)
+    if eos_token_id is None:
+        eos_token_id = getattr(config, "eos_token_id", None)
+    if eos_token_id is None:
+        return ()
+    return (eos_token_id,) if isinstance(eos_token_id, int) else tuple(int(t) for t in eos_token_id)
+
+
+def padding_id(config, generation_config, pad_token_id: int | None, stop: tuple[int, ...]) -> int:
+    """What fills rows after their answer: the caller's, else the model's, else the end token."""
+    own = [getattr(source, "pad_token_id", None) for source in (generation_config, config)]
+    for candidate in (pad_token_id, *own):
+        if candidate is not None:
+            return candidate
+    return stop[0] if stop else 0
+
+
+def request_keys(seed: int | Sequence[int] | None, prompts: int, samples: int, replica: int) -> list[int]:
+    """A sampling key for each of `prompts * samples` requests.
+
+    One seed for the call is mixed with the rank and the row, so that rows and replicas differ; a seed for
+    each prompt is used as it is, so that a prompt's answer depends on nothing else.
+    """
+    if seed is None:
+        seed = int(torch.randint(1 << 62, (1,)))
+    if isinstance(seed, int):
+        return [mix(seed, replica, row, sample) for row in range(prompts) for sample in range(samples)]
+    if len(seed) != prompts:
+        raise ValueError(f"seed has {len(seed)} entries for {prompts} prompts: give one number, or one a prompt")
+    return [mix(int(s), sample) for s in seed for sample in range(samples)]
+
+
+def unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:
+    """The real tokens of each row.
+
+    Raises:
+        ValueError: the mask has another shape, or a row has no token.
+    """
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids must be [batch, length], not {list(input_ids.shape)}")
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask {list(attention_mask.shape)} does not match input_ids {list(input_ids.shape)}"
+        )
+    mask = attention_mask.bool()
+    lengths = mask.sum(dim=1).tolist()
+    if 0 in lengths:
+        raise ValueError(f"row {lengths.index(0)} of attention_mask has no token: a prompt needs at least one")
+    return list(input_ids[mask].long().split(lengths))
+
+
+def assemble(
+    input_ids: torch.Tensor, answers: Answers, samples: int, stop: tuple[int, ...], pad: int
+) -> GenerateOutput:
+    """Answers behind their prompts, as wide as the longest."""
+    longest = int(answers.lengths.max()) if len(answers.lengths) else 0
+    columns = torch.arange(longest, device=input_ids.device)
+    beyond = columns >= answers.lengths[:, None]
+    tokens = answers.tokens[:, :longest].masked_fill(beyond, pad)
+    logprobs = answers.logprobs[:, :longest].masked_fill(beyond, 0.0)
+    finished = torch.zeros_like(answers.lengths, dtype=torch.bool)
+    if longest:
+        final = answers.tokens.gather(1, answers.lengths[:, None] - 1).squeeze(1)
+        for token in stop:
+            finished |= final == token
+    prompts = input_ids.repeat_interleave(samples, dim=0)
+    return GenerateOutput(torch.cat((prompts, tokens.to(prompts.dtype)), dim=1), logprobs, answers.lengths, finished)
+
+
+def no_answers(max_new_tokens: int, device: torch.device) -> Answers:
+    return Answers(
+        torch.zeros(0, max_new_tokens, dtype=torch.int64, device=device),
+        torch.zeros(0, max_new_tokens, device=device),
+        torch.zeros(0, dtype=torch.int64, device=device),
+    )
+
+
+def check_call(sampling: Sampling, max_new_tokens: int, num_return_sequences: int) -> None:
+    sampling.check()
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+    if num_return_sequences < 1:
+        raise ValueError(f"num_return_sequences={num_return_sequences} must be at least 1")

@@ -1,0 +1,104 @@
+"""The look at data before training: counts that add up, lengths, and tokens as the model sees them."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from data import chat
+from data.inspection import byte_tokenizer, histogram, inspect_data, main, print_inspection, token_texts
+from tests.data.kit import build
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    records = [
+        {"prompt": "what is two?", "response": "it is 2 [really] 😀"},
+        {"prompt": "too long " * 50, "response": "yes"},
+        {"messages": [{"role": "tool", "content": "x"}]},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_counts_lengths_and_examples(rows):
+    tokenizer = build("byte-level")
+    found = inspect_data("sft", tokenizer, rows, max_seq_len=60, truncation="drop")
+    (source,) = found.as_dict()["sources"]
+    assert source["rows_read"] == 3 == source["rows_train"] + sum(source["rows_dropped"].values())
+    assert source["rows_dropped"] == {"longer than 60 tokens": 1, "tool turn": 1}
+    assert source["shape"] == {"prompt-response": 2}
+    ids, labels = chat.encode_dialogue(tokenizer, {"prompt": "what is two?"}, "it is 2 [really] 😀")
+    assert found.lengths == [len(ids)]
+    ((pieces,),) = found.examples
+    assert "".join(text for text, own in pieces if own) == " it is 2 [really] 😀</s>"
+    assert "".join(text for text, own in pieces if not own) == "\n\nHuman: what is two?\n\nAssistant:"
+
+
+def test_printed(rows):
+    out = io.StringIO()
+    console = Console(file=out, width=120)
+    for stage in ("sft", "ppo"):
+        print_inspection(inspect_data(stage, build("byte-level"), rows, max_prompt_len=60), console)
+    text = out.getvalue()
+    for part in (
+        "3 read = 2 used + 1 dropped",
+        "prompt-response: 2 rows",
+        "dropped: tool turn",
+        "it is 2 [really] 😀</s>",
+    ):
+        assert part in text
+    assert "dropped: longer than 60 tokens" in text
+
+
+@pytest.mark.parametrize("name", ["byte-level", "SentencePiece", "SentencePiece, metaspace first"])
+def test_token_texts_join_to_the_whole(name):
+    tokenizer = build(name)
+    ids, labels = chat.encode_dialogue(tokenizer, "say é and 😀 שלום", "the answer  is 😀")
+    pieces = token_texts(tokenizer, ids, [label >= 0 for label in labels])
+    assert len(pieces) <= len(ids)
+    joined = "".join(text for text, _ in pieces)
+    assert (
+        joined.removeprefix("<s>")
+        .lstrip(" ")
+        .startswith("\n\nHuman: say é and 😀 שלום\n\nAssistant: the answer  is 😀</s>")
+    )
+    assert "".join(text for text, own in pieces if own).strip() == "the answer  is 😀</s>"
+
+
+def test_limit_reads_no_more(rows):
+    assert inspect_data("sft", build("byte-level"), rows, limit=1).sources[0].rows_read == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([], []),
+        ([0], [(0, 0, 1)]),
+        ([1, 2, 2, 5], [(0, 0, 0), (1, 1, 1), (2, 2, 2), (3, 3, 0), (4, 4, 0), (5, 5, 1)]),
+        ([10, 119], [(0, 9, 0), (10, 19, 1), *[(k, k + 9, 0) for k in range(20, 110, 10)], (110, 119, 1)]),
+    ],
+)
+def test_histogram(lengths, expected):
+    assert histogram(lengths) == expected
+
+
+def test_command(rows, capsys):
+    main([str(rows), "--json", "--max_seq_len", "60", "--truncation", "drop"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["totals"]["rows_dropped"]["tool turn"] == 1
+    main([str(rows), "--stage", "ppo", "--examples", "1"])
+    assert "what is two?" in capsys.readouterr().out
+    with pytest.raises(FileNotFoundError, match="no data at nothing.jsonl"):
+        main(["nothing.jsonl"])
+
+
+def test_byte_tokenizer_counts_bytes():
+    tokenizer = byte_tokenizer()
+    text = "aé😀\n  \x00"
+    assert len(tokenizer(text).input_ids) == len(text.encode())
+    assert tokenizer.decode(tokenizer(text).input_ids) == text

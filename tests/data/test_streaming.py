@@ -1,0 +1,124 @@
+"""Streams: each row once a pass, on one rank; stages disjoint; exact where they go on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+
+import datasets
+import pytest
+
+from data import stream_stage_data
+from tests.data.kit import build
+
+
+def write(path, n=100, name="question"):
+    rows = [{"prompt": f"{name} {k}", "chosen": f"good {k}", "rejected": f"bad {k}"} for k in range(n)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def stream(path, stage="ppo", **options):
+    options = {"data_split": "0,0,1", "eval_fraction": 0.0, "buffer_rows": 16, "seed": 3} | options
+    return stream_stage_data(stage, build("byte-level"), data_path=path, **options)
+
+
+def asked(items):
+    return [item["row"]["messages"][0]["content"] for item in items]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_row_once_a_pass_on_one_rank(tmp_path, world_size):
+    path = write(tmp_path / "rows.jsonl", n=60)
+    ranks = [stream(path, rank=rank, world_size=world_size) for rank in range(world_size)]
+    first, second = ([], [])
+    for one in ranks:
+        items = asked(itertools.islice(one, 2 * 60 // world_size))
+        first += items[: 60 // world_size]
+        second += items[60 // world_size :]
+    everything = sorted(f"question {k}" for k in range(60))
+    assert sorted(first) == sorted(second) == everything
+    assert first != second, "every pass has its own order"
+    assert first != sorted(first, key=lambda text: int(text.split()[1]))
+
+
+def test_stages_are_disjoint_and_cover_and_nothing_held_out_is_trained(tmp_path):
+    path = write(tmp_path / "rows.jsonl", n=400)
+    counts = Counter()
+    for stage in ("sft", "reward", "ppo"):
+        one = stream(path, stage, data_split="1,1,2", eval_fraction=0.2)
+        key = {"sft": "input_ids", "reward": "chosen_ids", "ppo": "prompt_ids"}[stage]
+        texts = [build("byte-level").decode(item[key]) for item in [*itertools.islice(one, 500), *one.held_out(1000)]]
+        held = {build("byte-level").decode(item[key]) for item in one.held_out(1000)}
+        train = {
+            build("byte-level").decode(item[key])
+            for item in itertools.islice(stream(path, stage, data_split="1,1,2", eval_fraction=0.2), 400)
+        }
+        assert not held & train
+        assert 0.1 < len(held) / len(set(texts)) < 0.3
+        numbers = {int(text.partition("question ")[2].split()[0]) for text in texts}
+        counts.update(numbers)
+        expected = 400 * (0.5 if stage == "ppo" else 0.25)
+        assert abs(len(numbers) - expected) < 40
+    assert sorted(counts) == list(range(400))
+    assert set(counts.values()) == {1}
+
+
+@pytest.mark.parametrize("taken", [0, 1, 7, 59, 60, 61, 130])
+def test_goes_on_exactly_where_it_stopped(tmp_path, taken):
+    sources = [write(tmp_path / "a.jsonl", 60, "a"), f"{write(tmp_path / 'b.jsonl', 25, 'b')}:0.5"]
+    whole = asked(itertools.islice(stream(sources), 200))
+    before = stream(sources)
+    assert asked(itertools.islice(before, taken)) == whole[:taken]
+    state = json.loads(json.dumps(before.state_dict()))
+    after = stream(sources)
+    after.load_state_dict(state)
+    assert asked(itertools.islice(after, 200 - taken)) == whole[taken:]
+
+
+def test_weights_mix_sources(tmp_path):
+    sources = [write(tmp_path / "a.jsonl", 30, "a"), f"{write(tmp_path / 'b.jsonl', 30, 'b')}:3"]
+    names = [text.split()[0] for text in asked(itertools.islice(stream(sources), 80))]
+    assert Counter(names) == {"a": 20, "b": 60}
+    assert Counter(names[:8]) == {"a": 2, "b": 6}
+
+
+def test_batches_and_drops(tmp_path):
+    path = write(tmp_path / "rows.jsonl", n=10)
+    with path.open("a") as file:
+        file.write('{"prompt": "no pair"}\n{broken\n')
+    one = stream(path, "reward", data_split="0,1,0", buffer_rows=100)
+    batches = list(itertools.islice(one.batches(5), 2))
+    assert [len(batch) for batch in batches] == [5, 5]
+    assert set(batches[0][0]) == {"chosen_ids", "rejected_ids"}
+    next(iter(one.batches(1)))
+    assert one.sources[0].passes == 1
+
+
+def test_nothing_usable_is_an_error(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "alone"}\n')
+    with pytest.raises(ValueError, match="no usable row for stage reward on rank 0: {'no pair of answers': 1}"):
+        next(iter(stream(tmp_path / "rows.jsonl", "reward", data_split="0,1,0")))
+
+
+def test_hub_sets_are_not_downloaded_first(monkeypatch):
+    def load_dataset(path, subset, revision, streaming):
+        assert streaming
+        rows = [{"prompt": f"q{k}", "response": "a"} for k in range(5)]
+        return datasets.IterableDatasetDict({"train": datasets.Dataset.from_list(rows).to_iterable_dataset()})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert sorted(asked(itertools.islice(stream("owner/name"), 5))) == [f"q{k}" for k in range(5)]
+
+
+def test_own_evaluation_part(tmp_path):
+    write(tmp_path / "train.jsonl", 10)
+    write(tmp_path / "eval.jsonl", 4, "held")
+    assert asked(stream(tmp_path).held_out(3)) == ["held 0", "held 1", "held 2"]
+
+
+def test_state_of_other_sources(tmp_path):
+    path = write(tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match="the saved stream had 2 sources, this one has 1"):
+        stream(path).load_state_dict(stream([path, path]).state_dict())

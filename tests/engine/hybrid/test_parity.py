@@ -1,0 +1,114 @@
+"""The decoder against transformers: the same greedy tokens and the same probabilities, for every family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.hybrid import Generator
+from tests.engine.hybrid import tiny
+
+NEW = 14
+
+
+def check_same(config, batches=(1, 3, 5)):
+    model = tiny.build(config)
+    generator = Generator(model)
+    assert generator.core.model is not None
+    ids, mask = tiny.batch()
+    for size in batches:
+        part, part_mask = ids[-size:], mask[-size:]
+        expected = tiny.reference(tiny.build(config), part, part_mask, NEW)
+        output = generator.generate(part, part_mask, max_new_tokens=NEW, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, expected)
+    return model, output
+
+
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_greedy_tokens_and_their_probabilities(name):
+    model, output = check_same(tiny.FAMILIES[name])
+    mask = tiny.batch()[1]
+    table = tiny.forward_logprobs(model, output.sequences, mask, 9)
+    expected = table.gather(2, output.sequences[:, 9:, None]).squeeze(2)
+    inside = torch.arange(expected.shape[1]) < output.lengths[:, None]
+    assert (expected - output.logprobs)[inside].abs().max() < 1e-5
+    assert (output.logprobs[~inside] == 0).all()
+
+
+@pytest.mark.parametrize("name", tiny.ROTARY)
+def test_rotary_scalings_past_the_trained_length(name):
+    check_same(tiny.ROTARY[name])
+
+
+def test_padding_side_and_amount_do_not_matter():
+    model = tiny.build(tiny.llama())
+    generator = Generator(model)
+    ids, mask = tiny.batch()
+    answers = generator.generate(ids, mask, max_new_tokens=6)[:, 9:]
+    wide = torch.nn.functional.pad(ids, (4, 0)), torch.nn.functional.pad(mask, (4, 0))
+    assert torch.equal(generator.generate(*wide, max_new_tokens=6)[:, 13:], answers)
+    for row in range(5):
+        alone = ids[row : row + 1][:, mask[row] == 1]
+        assert torch.equal(generator.generate(alone, max_new_tokens=6)[0, -6:], answers[row])
+
+
+def test_bf16_stays_near_the_models_own_bf16():
+    model = tiny.build(tiny.llama()).bfloat16()
+    ids, mask = tiny.batch()
+    output = Generator(model).generate(
+        ids, mask, max_new_tokens=8, do_sample=True, seed=5, eos_token_id=[], return_dict_in_generate=True
+    )
+    table = tiny.forward_logprobs(model, output.sequences, mask, 9)
+    expected = table.gather(2, output.sequences[:, 9:, None]).squeeze(2)
+    assert (expected - output.logprobs).abs().mean() < 0.02
+
+
+def test_a_prompt_longer_than_one_pass(monkeypatch):
+    from engine.hybrid import scheduler
+
+    config = tiny.llama()
+    whole = Generator(tiny.build(config)).generate(*tiny.batch(), max_new_tokens=6)
+    monkeypatch.setattr(scheduler, "PREFILL_TOKENS", 4)
+    assert torch.equal(Generator(tiny.build(config)).generate(*tiny.batch(), max_new_tokens=6), whole)
+
+
+def test_new_weights_are_used_at_once():
+    model = tiny.build(tiny.llama())
+    generator = Generator(model)
+    ids, mask = tiny.batch()
+    generator.generate(ids, mask, max_new_tokens=6)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.7)
+    assert torch.equal(generator.generate(ids, mask, max_new_tokens=6), tiny.reference(model, ids, mask, 6))
+
+
+def test_a_wrong_layout_would_be_seen():
+    """The comparison has teeth: gate and up exchanged give other tokens."""
+    model = tiny.build(tiny.llama())
+    ids, mask = tiny.batch()
+    generator = Generator(model)
+    for target in generator.core.swap.targets:
+        if target.name.endswith("up.weight"):
+            target.pieces.reverse()
+            target.pieces[:] = [type(p)(p.source, p.rows, p.cols, (48 - p.at[0], 0)) for p in target.pieces]
+    assert not torch.equal(generator.generate(ids, mask, max_new_tokens=6), tiny.reference(model, ids, mask, 6))
+
+
+def test_a_family_without_an_adapter_runs_its_own_forward(caplog):
+    model = tiny.build(tiny.NO_ADAPTER).train()
+    ids, mask = tiny.batch()
+    with caplog.at_level("WARNING", logger="engine.hybrid"):
+        generator = Generator(model)
+        output = generator.generate(ids, mask, max_new_tokens=6, return_dict_in_generate=True)
+        generator.generate(ids, mask, max_new_tokens=6)
+    assert len([r for r in caplog.records if "its own forward" in r.message]) == 1
+    assert model.training
+    assert torch.equal(output.sequences, tiny.reference(model.eval(), ids, mask, 6))
+    sampled = generator.generate(ids, mask, max_new_tokens=4, do_sample=True, seed=1, return_dict_in_generate=True)
+    again = generator.generate(ids, mask, max_new_tokens=4, do_sample=True, seed=1)
+    assert torch.equal(sampled.sequences, again)
+    table = tiny.forward_logprobs(model, sampled.sequences, mask, 9)
+    expected = table.gather(2, sampled.sequences[:, 9:, None]).squeeze(2)
+    inside = torch.arange(expected.shape[1]) < sampled.lengths[:, None]
+    assert (expected - sampled.logprobs)[inside].abs().max() < 1e-4
