@@ -144,24 +144,24 @@ class Builder:
     ) -> None:
         """Adds the records that `deal` gives to this stage, in batches."""
         batch: list[tuple[int, str, list[Row]]] = []
-        pools = (Pool(), Pool())
+        pool = Pool()
         found = read_rows(records, opened.source, report, on_bad_row=self.on_bad_row, wanted=deal.refuse)
         for number, place, rows in found:
             if self.rules.stage == "reward" and len(rows) == 1 and is_scored(rows[0]):
-                pools[int(deal.held_out[number])].add(Scored(number, place, rows[0]))
+                pool.add(Scored(number, place, rows[0]))
                 continue
             batch.append((number, place, rows))
             if len(batch) == BATCH_RECORDS:
                 self.add_batch(batch, deal, writers, report)
                 batch = []
         self.add_batch(batch, deal, writers, report)
-        for pool in pools:
-            self.add_scored(pool, deal, writers, report)
+        self.add_scored(pool, deal, writers, report)
 
     def add_scored(
         self, pool: Pool, deal: Deal, writers: tuple[StoreWriter, StoreWriter], report: SourceReport
     ) -> None:
-        """Adds the pairs that scored answers make; both records of a pair are used, or dropped, together."""
+        """Adds the pairs that scored answers make; the better answer's record decides where a pair goes, and both
+        records are used, or dropped, together."""
         pairs, left = pool.match()
         for one in left:
             report.drop(NO_PARTNER, f"{one.place}: {NO_PARTNER}")

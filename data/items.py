@@ -11,8 +11,9 @@ scores are paired up beforehand where a prompt has several, see `data.pairing`.
 Too long rows are treated by `truncation`:
 
     drop    refused
-    left    the oldest turns go first, whole; then the beginning of the last question; never an answer or a marker.
-            Both sides of a pair keep the same prompt. (default for reward)
+    left    the oldest turns go first, whole; then the beginning of the last question; never a marker. Both sides of
+            a pair keep the same prompt. An answer that is too long by itself is refused; in a pair its end is cut
+            off, behind a prompt of at most a quarter of the length. (default for reward)
     right   the end is cut off; a cut answer loses its end token, since it does not end there; a marker or question
             left hanging behind the last answer goes too (default for SFT)
 
@@ -21,7 +22,7 @@ PPO drops by default: half a question is another question.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ from data.store import Item
 
 STAGES = ("sft", "reward", "ppo")
 TRUNCATIONS = ("drop", "left", "right")
+PROMPT_SHARE = 4
 DEFAULT_TRUNCATION = {"sft": "right", "reward": "left", "ppo": "drop"}
 
 
@@ -147,13 +149,10 @@ class _Maker:
         if self.rules.truncation == "drop":
             raise Refused(f"longer than {self.rules.limit} tokens")
         if self.rules.truncation == "right":
-            if self.rules.stage == "ppo":
-                raise Refused(f"longer than {self.rules.limit} tokens")
-            encoded = [self.cut_right(one) for one in encoded]
-            self.report.rows_cut["right"] += 1
-            return encoded
-        encoded = self.cut_left(dialogues)
-        self.report.rows_cut["left"] += 1
+            encoded, side = [self.cut_right(one) for one in encoded], "right"
+        else:
+            encoded, side = self.cut_left(dialogues)
+        self.report.rows_cut[side] += 1
         return encoded
 
     def cut_right(self, one: Encoded) -> Encoded:
@@ -164,46 +163,67 @@ class _Maker:
             raise Refused(f"no answer within {self.rules.limit} tokens")
         return Encoded(one.ids[:end], one.trained[:end], one.starts)
 
-    def cut_left(self, dialogues: list[list[Turn]]) -> list[Encoded]:
-        """The longest ending of the dialogues that fits: whole turns first, then inside the last question."""
-        answers = [turns[-1:] if not self.open else [] for turns in dialogues]
+    def cut_left(self, dialogues: list[list[Turn]]) -> tuple[list[Encoded], str]:
+        """(the dialogues over the longest ending of their prompt that fits, how they were cut)."""
         prompt = dialogues[0] if self.open else dialogues[0][:-1]
-        head = prompt[:1] if prompt and prompt[0]["role"] == "system" else []
-        turns = prompt[len(head) :]
-        begins = [k for k, turn in enumerate(turns) if turn["role"] == "user"] or [0]
-        for start in begins[1:]:
-            encoded = self.try_encode(head + turns[start:], answers)
-            if encoded is not None:
-                return encoded
-        last = turns[begins[-1] :]
-        if not last:
-            raise Refused(f"answer longer than {self.rules.limit} tokens")
-        return self.cut_question(head, last, answers)
+        answers = [[] if self.open else turns[-1:] for turns in dialogues]
 
-    def cut_question(self, head: list[Turn], last: list[Turn], answers: list[list[Turn]]) -> list[Encoded]:
-        """Cuts the beginning of the first turn of `last`: the shortest cut that fits, at a word's beginning."""
-        question = last[0]["content"]
-        places = [0, *(k + 1 for k, letter in enumerate(question) if letter.isspace()), len(question)]
-        low, high, best = 0, len(places) - 1, None
-        while low <= high:
-            middle = (low + high) // 2
-            turn = {"role": last[0]["role"], "content": question[places[middle] :].strip()}
-            encoded = self.try_encode([*head, turn, *last[1:]], answers) if turn["content"] else None
-            if encoded is None and turn["content"]:
-                low = middle + 1
-            else:
-                best, high = encoded or best, middle - 1
-        if best is None:
-            raise Refused(f"answer longer than {self.rules.limit} tokens")
-        return best
+        def whole(some: list[Turn]) -> list[Encoded] | None:
+            encoded = self.encode([some + answer for answer in answers], self.open)
+            return None if self.too_long(encoded) else encoded
 
-    def try_encode(self, prompt: list[Turn], answers: list[list[Turn]]) -> list[Encoded] | None:
-        """The dialogues, or None when one is still too long."""
+        found = shrink(prompt, whole)
+        if found is not None:
+            return found, "left"
+        if self.rules.stage == "ppo":
+            raise Refused(f"longer than {self.rules.limit} tokens")
+        if self.rules.stage == "sft":
+            raise Refused(f"answer longer than {self.rules.limit} tokens")
+
+        def room_for_answers(some: list[Turn]) -> list[Turn] | None:
+            (encoded,) = self.encode([some], True)
+            return some if len(encoded.ids) <= self.rules.limit // PROMPT_SHARE else None
+
+        some = shrink(prompt, room_for_answers)
+        if some is None:
+            raise Refused(f"question that cannot be cut to fit {self.rules.limit} tokens")
+        encoded = self.encode([some + answer for answer in answers], False)
+        return [self.cut_right(one) for one in encoded], "left, and the end of an answer"
+
+    def encode(self, dialogues: list[list[Turn]], open_answer: bool) -> list[Encoded]:
         try:
-            encoded = self.chat.encode([prompt + answer for answer in answers], self.open)
+            return self.chat.encode(dialogues, open_answer)
         except ValueError as error:
             raise Refused("roles the chat template refuses") from error
-        return None if self.too_long(encoded) else encoded
+
+
+def shrink(prompt: list[Turn], accept: Callable[[list[Turn]], Any]) -> Any:
+    """What `accept` gives for the longest ending of `prompt` that it accepts (does not answer with None).
+
+    The oldest turns go first, whole, the system turn stays; then the beginning of the last question, by words. None
+    when nothing that holds a word of the last question is accepted.
+    """
+    head = prompt[:1] if prompt and prompt[0]["role"] == "system" else []
+    turns = prompt[len(head) :]
+    if not turns:
+        return None
+    begins = [k for k, turn in enumerate(turns) if turn["role"] == "user"] or [0]
+    for start in begins:
+        found = accept(head + turns[start:])
+        if found is not None:
+            return found
+    question, rest = turns[begins[-1]], turns[begins[-1] + 1 :]
+    words = [0, *(k + 1 for k, letter in enumerate(question["content"]) if letter.isspace())]
+    low, high, best = 0, len(words) - 1, None
+    while low <= high:
+        middle = (low + high) // 2
+        content = question["content"][words[middle] :].strip()
+        found = accept([*head, {**question, "content": content}, *rest]) if content else None
+        if found is None and content:
+            low = middle + 1
+        else:
+            best, high = found or best, middle - 1
+    return best
 
 
 def _answer(text: str) -> Turn:

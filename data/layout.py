@@ -77,9 +77,7 @@ def template_layout(
             pieces += [text[position : slot.start()], number]
             position = slot.end()
             continue
-        prompt = _render(template, variables, roles[:number], True)[0]
-        fits = text.startswith(prompt) and position <= len(prompt) <= slot.start()
-        start = len(prompt) if fits else slot.start()
+        start = _answer_start(text, position, slot.start(), template, variables, roles[:number])
         pieces += [text[position:start], START, *_answer(text, start, slot, marks), number]
         position = slot.end()
         closing = _first_special(text[position : following.start() if following else len(text)], specials)
@@ -89,6 +87,18 @@ def template_layout(
         pieces.append(END)
     pieces.append(text[position:])
     return [piece for piece in pieces if piece != ""]
+
+
+def _answer_start(
+    text: str, low: int, high: int, template: str, variables: dict[str, Any], roles: Sequence[str]
+) -> int:
+    """Where the generation prompt behind the turns `roles` ends in `text`; `high`, where the answer's content begins,
+    when the template writes those turns differently by themselves."""
+    try:
+        prompt = _render(template, variables, roles, True)[0]
+    except ValueError:  # a template that cannot begin with the assistant's turn, asked for what stands before it
+        return high
+    return len(prompt) if text.startswith(prompt) and low <= len(prompt) <= high else high
 
 
 def _answer(text: str, start: int, slot: re.Match[str], marks: list[tuple[int, int]] | None) -> list[Piece]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -119,6 +119,14 @@ def _parse_columns(source: str, text: str) -> dict[str, str]:
             raise ValueError(f"source {source!r}: columns {pair!r} must be written like question>prompt")
         columns[name] = meaning
     return columns
+
+
+def with_shape(text: SourceLike, shape: str | None) -> Source:
+    """The source with its shape fixed, unless it names one itself. Raises ValueError for an unknown shape."""
+    source = parse_source(text)
+    if shape is not None and shape not in SHAPES:
+        raise ValueError(f"data_format {shape!r} is unknown: the shapes are {', '.join(SHAPES)}")
+    return replace(source, shape=source.shape or shape)
 
 
 class Records:

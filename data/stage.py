@@ -12,7 +12,7 @@ from data import cache
 from data.builder import Builder
 from data.items import make_rules
 from data.loading import ON_BAD_ROW
-from data.sources import SourceLike, as_list, open_source
+from data.sources import SourceLike, as_list, open_source, with_shape
 from data.splits import hold_out, parse_ratios
 from data.store import ItemSet
 
@@ -42,6 +42,7 @@ def load_stage_data(
     min_train: int = 1,
     truncation: str | None = None,
     on_bad_row: str = "drop",
+    data_format: str | None = None,
 ) -> StageData:
     """Reads, deals, tokenizes and caches the data of one stage. A collective call when ranks are up.
 
@@ -59,6 +60,7 @@ def load_stage_data(
         min_train: fewest training items.
         truncation: "drop", "left" or "right", see `data.items`; None: the stage's default.
         on_bad_row: "drop" counts rows that cannot be used, "error" stops at one that cannot be read.
+        data_format: shape of all sources that do not name their own, see `data.shapes`; None: by their columns.
 
     Raises:
         FileNotFoundError: a path with nothing there.
@@ -77,7 +79,7 @@ def load_stage_data(
     output = cache.default_folder() if data_output_path is None else Path(data_output_path)
 
     def find_or_build() -> tuple[Path, dict[str, Any]]:
-        sources = [(open_source(path), ratios) for path, ratios in shares]
+        sources = [(open_source(with_shape(path, data_format)), ratios) for path, ratios in shares]
         builder = Builder(sources, tokenizer, rules, seed, eval_fraction, on_bad_row)
         return builder.find_or_build(output, min_train)
 

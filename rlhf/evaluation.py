@@ -47,7 +47,7 @@ class Evaluator:
             items,
             self._tokenizer,
             batch_size=self._args.per_device_generation_batch_size,
-            seed=self._args.seed + 7_919 * (rank + 1),
+            seeds=[self._args.seed + 7_919 * (i + 1) for i in numbers],
             **self._sampling,
         )
         micro_batch = self._args.per_device_training_batch_size

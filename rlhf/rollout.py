@@ -50,8 +50,11 @@ class Models:
     reward: object
 
 
-def generate(actor, items: list[dict], tokenizer, *, batch_size: int, seed: int, **sampling) -> Rollout:
+def generate(actor, items: list[dict], tokenizer, *, batch_size: int, seeds: list[int], **sampling) -> Rollout:
     """Sample one answer for each prompt, `batch_size` prompts at a time.
+
+    `seeds` has one number a prompt, on which its answer's dice depend and on nothing else: not on the batch, not on
+    the number of ranks.
 
     `sampling` are keywords of `HybridEngine.generate` (max_new_tokens, temperature, top_k, top_p, do_sample).
     """
@@ -59,14 +62,14 @@ def generate(actor, items: list[dict], tokenizer, *, batch_size: int, seed: int,
     ids, mask = batch["input_ids"].to(actor.device), batch["attention_mask"].to(actor.device)
     actor.eval()
     parts = []
-    for number, start in enumerate(range(0, len(items), batch_size)):
+    for start in range(0, len(items), batch_size):
         rows = slice(start, start + batch_size)
         output = actor.generate(
             ids[rows],
             mask[rows],
             eos_token_id=stop_ids(tokenizer, actor),
             pad_token_id=tokenizer.pad_token_id,
-            seed=seed + number,
+            seed=seeds[rows],
             return_dict_in_generate=True,
             **sampling,
         )

@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
                 [data.train[i] for i in indices],
                 tokenizer,
                 batch_size=args.per_device_generation_batch_size,
-                seed=args.seed + 1_000_003 * iteration,
+                seeds=[(args.seed * 1_000_003 + iteration) * 1_000_003 + i for i in indices],
                 **sampling,
             )
             generated = time.perf_counter()

@@ -14,7 +14,8 @@ from engine.hybrid.description import Alibi, Decoder
 from engine.hybrid.layout import kv_head_range
 from engine.hybrid.rotary import RotaryTable
 
-Norm = torch.nn.Module
+# Up to this many keys two plain matrix products were faster on CPU than the fused attention kernel.
+SHORT = 64
 
 
 class Heads:
@@ -76,13 +77,14 @@ class Prompts:
         if share.groups > 1:
             k, v = k.repeat_interleave(share.groups, 1), v.repeat_interleave(share.groups, 1)
         scale, window = decoder.attention_scale[layer], decoder.windows[layer]
-        if decoder.attention_softcap is not None or share.slopes is not None:
+        special = decoder.attention_softcap is not None or share.slopes is not None
+        if special or (end <= SHORT and q.device.type == "cpu"):
             scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scale)
             scores = _softcap(scores, decoder.attention_softcap)
             if share.slopes is not None:
                 keys = torch.arange(end, device=q.device)
                 scores += (share.slopes[:, None, None] * keys).to(scores.dtype)
-            scores.masked_fill_(~self._visible(window, q.device), -torch.inf)
+            scores += self._bias(window, q)
             out = torch.matmul(torch.softmax(scores, dim=-1), v)
         elif self.offset or (window is not None and self.longest > window):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._visible(window, q.device), scale=scale)
@@ -90,6 +92,11 @@ class Prompts:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         out = out.transpose(1, 2).reshape(self.count * self.longest, share.q * share.dim)
         return out if self.even else out.index_select(0, self.real)
+
+    def _bias(self, window: int | None, q: torch.Tensor) -> torch.Tensor:
+        """0 where a query sees a key, -inf elsewhere, `[queries, keys]`."""
+        visible = self._visible(window, q.device)
+        return torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, -torch.inf)
 
     def _visible(self, window: int | None, device: torch.device) -> torch.Tensor:
         """`[queries, keys]`, True where a query sees a key."""
@@ -114,15 +121,20 @@ class Step:
         width = width if workspace.dtype == torch.float32 else workspace.width
         self.heads, self.positions, self.width, self.dtype = heads, positions, width, workspace.dtype
         self.rows = positions.shape[0]
-        self.row_index = torch.arange(self.rows, device=positions.device)
+        # where each new key's features and value's row lie in a layer's flat memory: the same for all layers
+        rows = torch.arange(self.rows * heads.kv, device=positions.device).view(self.rows, heads.kv)
+        features = rows[..., None] * heads.dim + torch.arange(heads.dim, device=positions.device)
+        self.key_index = (features * workspace.width + positions[:, None, None]).flatten()
+        self.value_index = (rows * workspace.width + positions[:, None]).flatten()
         self._masks: dict[int | None, torch.Tensor] = {}
 
     def attend(self, workspace: Workspace, layer: int, heads: torch.Tensor) -> torch.Tensor:
         """`heads` `[rows, q + 2 kv, dim]`, already rotated -> `[rows, q * dim]`."""
         share, decoder = self.heads, self.heads.decoder
         keys, values = workspace.keys[layer], workspace.values[layer]
-        keys[self.row_index, :, :, self.positions] = heads[:, share.q : share.q + share.kv]
-        values[self.row_index, :, self.positions] = heads[:, share.q + share.kv :]
+        keys.view(-1).scatter_(0, self.key_index, heads[:, share.q : share.q + share.kv].reshape(-1))
+        new_values = heads[:, share.q + share.kv :].reshape(-1, share.dim)
+        values.view(-1, share.dim).index_copy_(0, self.value_index, new_values)
         batch = self.rows * share.kv
         q = heads[:, : share.q].reshape(batch, share.groups, share.dim)
         k = keys.flatten(0, 1)[:batch, :, : self.width]

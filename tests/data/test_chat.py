@@ -269,3 +269,28 @@ class TestTrainedParts:
         )
         tokenizer = byte_level_fast(template=template, eos="<|im_end|>")
         assert self.trained(tokenizer, turns("a", "one", "b", "two")) == "one<|im_end|><think></think>two<|im_end|>"
+
+    def test_template_with_no_generation_prompt_and_the_system_text_inside_the_question(self):
+        template = (
+            "{% if messages[0].role == 'system' %}{% set system = messages[0].content + ' ' %}{% set rest = messages[1:] %}"
+            "{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}{{ bos_token }}{% for m in rest %}"
+            "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+            "{% if m.role == 'user' %}{{ '[INST] ' + (system if loop.first else '') + m.content + ' [/INST]' }}"
+            "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+        )
+        tokenizer = sentencepiece_fast()
+        tokenizer.chat_template = template
+        dialogue = [{"role": "system", "content": "be kind"}, *turns("hi", "good", "day", "yes")]
+        ids, own = chat.render(dialogue, tokenizer)
+        text = "<s> [INST] be kind hi [/INST] good</s>[INST] day [/INST] yes</s>"
+        assert tokenizer.decode(ids) == text.replace("<s> ", "<s>") or tokenizer.decode(ids) == text
+        assert self.trained(tokenizer, dialogue) == "good</s> yes</s>"
+        assert ids[: len(chat.encode_prompt(tokenizer, dialogue[:4]))] == chat.encode_prompt(tokenizer, dialogue[:4])
+        with pytest.raises(ValueError, match="roles must alternate"):
+            chat.encode_prompt(tokenizer, turns("a", "b")[::-1])
+
+    def test_template_that_cannot_be_empty_may_begin_with_the_assistant(self):
+        template = "{% if messages[0].role == 'system' %}{{ 'S' }}{% endif %}" + CHATML
+        tokenizer = byte_level_fast(template=template, eos="<|im_end|>")
+        dialogue = [{"role": "assistant", "content": "welcome"}, *turns("hi", "good")]
+        assert self.trained(tokenizer, dialogue) == "welcome<|im_end|>good<|im_end|>"

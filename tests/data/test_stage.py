@@ -185,6 +185,7 @@ def test_empty_parts_are_errors_with_counts(load):
         ({"data_split": "1,2"}, "data_split '1,2'"),
         ({"eval_fraction": 2}, "eval_fraction 2"),
         ({"on_bad_row": "keep"}, "on_bad_row 'keep'"),
+        ({"data_format": "square"}, "data_format 'square' is unknown"),
     ],
 )
 def test_arguments_are_checked_first(load, options, message):
@@ -247,10 +248,19 @@ class TestLengths:
         text = build("byte-level").decode(parts.train[0]["input_ids"])
         assert text == "be kind\n\nHuman: two?\n\nAssistant: two</s>"
 
-    def test_left_never_cuts_an_answer(self, load):
-        rows = [{"prompt": "q", "chosen": self.long, "rejected": "bad"}, *dialogue_rows(2)]
-        parts = load("reward", rows, data_split="0,1,0", eval_fraction=0.0, max_seq_len=100)
-        assert parts.report["totals"]["rows_dropped"] == {"answer longer than 100 tokens": 1}
+    def test_left_keeps_answers_whole_but_for_one_too_long_by_itself(self, load):
+        tokenizer = build("byte-level")
+        rows = [{"prompt": self.long + "why?", "chosen": self.long, "rejected": "bad"}]
+        limits = {"eval_fraction": 0.0, "max_seq_len": 100, "truncation": "left"}
+        parts = load("reward", rows, data_split="0,1,0", **limits)
+        chosen, rejected = (tokenizer.decode(parts.train[0][side]) for side in ("chosen_ids", "rejected_ids"))
+        assert parts.report["sources"][0]["rows_cut"] == {"left, and the end of an answer": 1}
+        assert len(parts.train[0]["chosen_ids"]) == 100
+        prompt, _, answer = chosen.partition("Assistant:")
+        assert prompt.startswith("\n\nHuman: ") and prompt.endswith("why?\n\n") and "</s>" not in answer
+        assert rejected == prompt + "Assistant: bad</s>"
+        with pytest.raises(ValueError, match="1 answer longer than 100 tokens"):
+            load("sft", rows, data_split="1,0,0", **limits)
 
     def test_right_cuts_the_answer_without_an_end_token(self, load):
         tokenizer = build("byte-level")
@@ -345,3 +355,13 @@ def test_same_rows_in_every_shape_and_file_give_the_same_tensors(load, tmp_path)
             )
     assert all(result == results[0] for result in results)
     assert len(results[0]) == 6
+
+
+def test_fixed_format(load):
+    rows = [{"prompt": f"q{k}", "chosen": "yes", "rejected": "no", "response": "shown"} for k in range(4)]
+    parts = load("sft", rows, data_split="1,0,0", data_format="prompt-response")
+    assert parts.report["sources"][0]["shape"] == {"prompt-response": 4}
+    with pytest.raises(
+        ValueError, match="4 of 4 rows are malformed.*missing column, field instruction: shape instruction"
+    ):
+        load("sft", rows, data_split="1,0,0", data_format="instruction")
