@@ -1,83 +1,139 @@
 """Checkpoints that any number of ranks can save and any other number can resume.
 
     FOLDER/latest            the tag of the last complete checkpoint
-    FOLDER/TAG/state/        model and optimizer tensors by parameter name (torch's distributed checkpoint)
+    FOLDER/TAG/state/        tensors by parameter name (torch's distributed checkpoint): model, optimizer, averages,
+                             and the gradients of a step that is still being accumulated
     FOLDER/TAG/engine.pt     counters, schedule, scaler, client state
     FOLDER/TAG/rng_RANK.pt   random states
 
-A checkpoint is written under a temporary name, synced, renamed, and only then does `latest` move to it.
+What is in one is decided here; how it takes its place in FOLDER by `engine.checkpoint_files`.
 """
 
 from __future__ import annotations
 
-import os
+import copy
 import random
-import shutil
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from engine import distributed
+from engine import checkpoint_files, distributed
 
-LATEST = "latest"
+# Which kernels an optimizer runs depends on the layout of its parameters, so each run keeps its own choice.
+_NOT_SAVED = ("params", "fused", "foreach", "capturable", "differentiable")
+
+
+@dataclass
+class _Snapshot:
+    """All that one rank has to write."""
+
+    tensors: dict[str, torch.Tensor]
+    counters: dict[str, Any]
+    random: dict[str, Any]
 
 
 def save(engine: Any, folder: Path, tag: str | None, client_state: dict | None) -> Path:
     """See `Engine.save_checkpoint`."""
-    tag = tag or f"global_step{engine.global_steps}"
-    final, temporary = folder / tag, folder / f".{tag}.tmp"
-    if distributed.is_main():
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    distributed.barrier()
+    tag = checkpoint_files.check_tag(tag or f"global_step{engine.global_steps}")
+    settings = engine.config.checkpoint
+    engine.wait_for_checkpoint()
+    counters = {**_counters(engine), "client_state": client_state or {}}
+    snapshot = _Snapshot(_tensors(engine), counters, _random_state())
+    if settings.async_save:
+        # training goes on at once, so what is written must be copies
+        snapshot.tensors = {name: _copy_on_cpu(tensor) for name, tensor in snapshot.tensors.items()}
+        snapshot.counters = copy.deepcopy(counters)
+        engine.background.start(lambda group: _write(snapshot, folder, tag, settings.keep_last, group))
+    else:
+        _write(snapshot, folder, tag, settings.keep_last, None)
+    return folder / tag
+
+
+def _write(snapshot: _Snapshot, folder: Path, tag: str, keep_last: int | None, group: dist.ProcessGroup | None) -> None:
+    rank, ranks, main = distributed.rank(), distributed.world_size(), distributed.is_main()
+    path = checkpoint_files.temporary_folder(folder, tag)
+    if main:
+        checkpoint_files.begin(folder, tag)
+    distributed.barrier(group)
     with _alone_without_warning():
-        dcp.save(_tensors(engine), checkpoint_id=str(temporary / "state"), no_dist=distributed.world_size() == 1)
-    torch.save(_random_state(), temporary / f"rng_{distributed.rank()}.pt")
-    if distributed.is_main():
-        torch.save({**_counters(engine), "client_state": client_state or {}}, temporary / "engine.pt")
-    distributed.barrier()
-    if distributed.is_main():
-        for path in temporary.rglob("*"):
-            if path.is_file():
-                _sync(path)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(temporary, final)
-        pointer = folder / f".{LATEST}.tmp"
-        pointer.write_text(tag)
-        _sync(pointer)
-        os.replace(pointer, folder / LATEST)
-        _sync(folder)
-    distributed.barrier()
-    return final
+        dcp.save(snapshot.tensors, checkpoint_id=str(path / "state"), process_group=group, no_dist=ranks == 1)
+    torch.save(snapshot.random, path / f"rng_{rank}.pt")
+    if main:
+        torch.save(snapshot.counters, path / "engine.pt")
+    checkpoint_files.seal(path, rank, ranks)
+    distributed.barrier(group)
+    if main:
+        checkpoint_files.commit(folder, tag, keep_last)
+    distributed.barrier(group)
+
+
+def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+
+
+class Background:
+    """Writes one checkpoint at a time in a thread, on a process group of its own. Made on all ranks together."""
+
+    def __init__(self):
+        # collectives of two threads on one group would meet the wrong partners
+        self._group = dist.new_group(backend="gloo") if distributed.world_size() > 1 else None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def start(self, write: Callable[[dist.ProcessGroup | None], None]) -> None:
+        def run() -> None:
+            try:
+                write(self._group)
+            except Exception as error:  # noqa: BLE001 - raised by `wait` in the main thread
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until it is written. Raises what went wrong meanwhile."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
 
 def load(engine: Any, folder: Path, tag: str | None) -> tuple[Path, dict]:
     """See `Engine.load_checkpoint`."""
-    if tag is None:
-        if not (folder / LATEST).exists():
-            raise FileNotFoundError(f"no checkpoint in {folder}: the file {LATEST!r} is missing")
-        tag = (folder / LATEST).read_text().strip()
+    engine.wait_for_checkpoint()
+    tag = _agree(lambda: checkpoint_files.find(folder, tag))
     path = folder / tag
-    if not (path / "engine.pt").exists():
-        complete = sorted(p.parent.name for p in folder.glob("*/engine.pt"))
-        raise FileNotFoundError(f"no complete checkpoint {path}; complete ones there: {', '.join(complete) or 'none'}")
-    _load_tensors(engine, path / "state")
+    problems = distributed.gather_objects(checkpoint_files.problem(path, distributed.rank(), distributed.world_size()))
+    found = next((text for text in problems if text), None)
+    if found is not None:
+        _agree(lambda: _raise(f"checkpoint {path} is damaged: {found}{checkpoint_files.offer(folder, tag)}"))
     saved = torch.load(path / "engine.pt", weights_only=False)
-    engine.global_steps, engine.micro_steps = saved["global_steps"], saved["micro_steps"]
-    engine.skipped_steps, engine._unit = saved["skipped_steps"], saved["unit"]
+    micro_steps = _place_in_window(engine, path, saved)
+    gradients = _load_tensors(engine, path)
+    engine.global_steps, engine.micro_steps = saved["global_steps"], micro_steps
+    engine.skipped_steps, engine.global_samples = saved["skipped_steps"], saved["global_samples"]
     engine.scaler.load_state_dict(saved["scaler"])
+    engine.accumulation.load_state_dict(saved["accumulation"])
     if engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
     if engine.optimizer is not None:
         for group, values in zip(engine.optimizer.param_groups, saved["optimizer_groups"], strict=True):
-            group.update(values)
+            group.update({key: value for key, value in values.items() if key not in _NOT_SAVED})
+        for name, parameter in engine.parameters.trainable:
+            engine.optimizer.state[parameter].update(saved["optimizer_values"].get(name, {}))
+        engine.parameters.restore_gradients(engine.accumulation.from_saved(gradients, engine.scaler.scale))
     random_file = path / f"rng_{distributed.rank()}.pt"
     if random_file.exists():
         _set_random_state(torch.load(random_file, weights_only=False))
@@ -85,50 +141,95 @@ def load(engine: Any, folder: Path, tag: str | None) -> tuple[Path, dict]:
     return path, saved["client_state"]
 
 
+def _agree(find: Callable[[], str]) -> str:
+    """The main rank's answer on every rank; its error too, so that none waits for the others."""
+    answer: str | Exception = ""
+    if distributed.is_main():
+        try:
+            answer = find()
+        except (ValueError, OSError) as error:
+            answer = error
+    answer = distributed.broadcast_object(answer)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _raise(line: str) -> str:
+    raise ValueError(line)
+
+
+def _place_in_window(engine: Any, path: Path, saved: dict[str, Any]) -> int:
+    """`micro_steps` here: as far through the accumulation window as the saved run was through its own."""
+    window = engine.gradient_accumulation_steps()
+    windows, done = divmod(saved["micro_steps"], saved["window"])
+    if done * window % saved["window"]:
+        raise ValueError(
+            f"checkpoint {path} stands {done} micro-batches into {saved['window']}, which is no whole number of this "
+            f"run's {window}: resume it with gradient_accumulation_steps {saved['window']}"
+        )
+    return windows * window + done * window // saved["window"]
+
+
 def _tensors(engine: Any) -> dict[str, torch.Tensor]:
-    """Everything that is saved by name: masters of trainable parameters, the other ones, optimizer state."""
-    owned = dict(engine.parameters.trainable)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in engine.module.named_parameters():
-        tensors[f"model.{name}"] = owned.get(name, parameter).detach()
-    for name, buffer in engine.module.state_dict().items():
-        if f"model.{name}" not in tensors and name not in _all_parameter_names(engine.module):
-            tensors[f"model.{name}"] = buffer.detach()
-    tensors.update({f"ema.{name}": value for name, value in engine.ema.items()})
-    if engine.optimizer is not None:
-        for name, parameter in owned.items():
-            for key, value in engine.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"optimizer.{name}.{key}"] = value
+    """Everything that is saved by name. Collective."""
+    engine.parameters.after_forward()
+    tensors = _model_tensors(engine)
+    if engine.optimizer is None:
+        return tensors
+    for name, parameter in engine.parameters.trainable:
+        for key, value in engine.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer.{name}.{key}"] = value
+    if not engine.is_gradient_accumulation_start():
+        waiting = engine.accumulation.to_saved(engine.parameters.accumulated_gradients(), engine.scaler.scale)
+        tensors.update({f"gradient.{name}": value for name, value in waiting.items()})
     return tensors
 
 
-def _all_parameter_names(module: torch.nn.Module) -> set[str]:
-    return {name for name, _ in module.named_parameters(remove_duplicate=False)}
-
-
-def _load_tensors(engine: Any, path: Path) -> None:
-    reader = dcp.FileSystemReader(str(path))
-    saved = reader.read_metadata().state_dict_metadata
-    targets = _tensors(engine)
+def _model_tensors(engine: Any) -> dict[str, torch.Tensor]:
+    """Parameters (the masters of those that have one), persistent buffers, averages."""
     owned = dict(engine.parameters.trainable)
-    if engine.optimizer is not None:
-        # A fresh optimizer has no state yet: make room for what was saved, laid out like its parameter.
-        for name, parameter in owned.items():
-            prefix = f"optimizer.{name}."
-            state = engine.optimizer.state[parameter]
-            for key, meta in saved.items():
-                if key.startswith(prefix) and "." not in key[len(prefix) :]:
-                    if tuple(meta.size) == tuple(parameter.shape) and meta.size:
-                        value = torch.zeros_like(parameter.detach(), dtype=meta.properties.dtype)
-                    else:
-                        value = torch.zeros(tuple(meta.size), dtype=meta.properties.dtype)
-                    state[key[len(prefix) :]] = targets[key] = value
+    tensors = {f"model.{name}": owned.get(name, p).detach() for name, p in engine.module.named_parameters()}
+    parameters = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
+    for name, buffer in engine.module.state_dict().items():
+        if name not in parameters:
+            tensors[f"model.{name}"] = buffer.detach()
+    tensors.update({f"ema.{name}": value for name, value in engine.ema.items()})
+    return tensors
+
+
+def _load_tensors(engine: Any, path: Path) -> dict[str, torch.Tensor]:
+    """Fill the engine's tensors in place; returns the saved gradients, laid out like their parameters."""
+    reader = dcp.FileSystemReader(str(path / "state"))
+    saved = reader.read_metadata().state_dict_metadata
+    engine.parameters.after_forward()
+    engine.parameters.zero_grad()
+    targets = _model_tensors(engine)
     missing = [key for key in targets if key not in saved]
     if missing:
-        raise ValueError(f"checkpoint {path.parent} lacks {len(missing)} tensors of this model, such as {missing[0]!r}")
+        raise ValueError(f"checkpoint {path} lacks {len(missing)} tensors of this model, such as {missing[0]!r}")
+    gradients = {}
+    if engine.optimizer is not None:
+        # A fresh optimizer has no state yet: make room for what was saved, laid out like its parameter.
+        owned = dict(engine.parameters.trainable)
+        for key, meta in saved.items():
+            kind, _, rest = key.partition(".")
+            if kind == "gradient" and rest in owned:
+                gradients[rest] = targets[key] = torch.zeros_like(owned[rest].detach())
+            name, _, state_key = rest.rpartition(".")
+            if kind == "optimizer" and name in owned:
+                value = _room(owned[name].detach(), meta)
+                engine.optimizer.state[owned[name]][state_key] = targets[key] = value
     with _alone_without_warning():
         dcp.load(targets, storage_reader=reader, no_dist=distributed.world_size() == 1)
+    return gradients
+
+
+def _room(parameter: torch.Tensor, meta: Any) -> torch.Tensor:
+    if tuple(meta.size) == tuple(parameter.shape) and meta.size:
+        return torch.zeros_like(parameter, dtype=meta.properties.dtype)
+    return torch.zeros(tuple(meta.size), dtype=meta.properties.dtype)
 
 
 @contextmanager
@@ -144,12 +245,23 @@ def _counters(engine: Any) -> dict[str, Any]:
     return {
         "global_steps": engine.global_steps,
         "micro_steps": engine.micro_steps,
+        "window": engine.gradient_accumulation_steps(),
         "skipped_steps": engine.skipped_steps,
-        "unit": engine._unit,
+        "global_samples": engine.global_samples,
         "scaler": engine.scaler.state_dict(),
+        "accumulation": engine.accumulation.state_dict(),
         "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
-        "optimizer_groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
+        "optimizer_groups": [{k: v for k, v in group.items() if k not in _NOT_SAVED} for group in groups],
+        "optimizer_values": _plain_state(engine),
     }
+
+
+def _plain_state(engine: Any) -> dict[str, dict[str, Any]]:
+    """What an optimizer keeps for a parameter beside tensors, such as a count of steps."""
+    if engine.optimizer is None:
+        return {}
+    states = {name: engine.optimizer.state.get(p, {}) for name, p in engine.parameters.trainable}
+    return {name: {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)} for name, state in states.items()}
 
 
 def _random_state() -> dict[str, Any]:
@@ -165,11 +277,3 @@ def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -98,7 +98,6 @@ class ZeroConfig(Section):
     offload_param: OffloadConfig = OffloadConfig()
     offload_optimizer: OffloadConfig = OffloadConfig()
     zero_hpz_partition_size: Size = 1
-    stage3_param_persistence_threshold: Size = 100_000
 
     @field_validator("stage", mode="before")
     @classmethod

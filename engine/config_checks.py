@@ -83,7 +83,14 @@ def cross_check(config: EngineConfig, world_size: int) -> list[str]:
         "offload_optimizer": zero.offload_optimizer.device != "none" and not zero.offloads_optimizer,
         "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1 and zero.stage < 3,
     }
-    return [f"zero_optimization.{key} (at stage {zero.stage})" for key, is_so in without_effect.items() if is_so]
+    unused = [f"zero_optimization.{key} (at stage {zero.stage})" for key, is_so in without_effect.items() if is_so]
+    # Sharded gradients are divided by FSDP2 in its own order; DeepSpeed refuses both keys beside reduce_scatter.
+    order = {"prescale_gradients": config.prescale_gradients, "gradient_predivide_factor": _predivides(config)}
+    return unused + [f"{key} (at stage {zero.stage})" for key, is_so in order.items() if is_so and zero.stage > 0]
+
+
+def _predivides(config: EngineConfig) -> bool:
+    return config.gradient_predivide_factor != 1.0
 
 
 def one_line(error: ValidationError) -> str:

@@ -88,7 +88,9 @@ UNUSED: Tree = {
             "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
             "stage3_partition_stream_chunk_size save_muon_momentum_buffer_in_memory zero_quantized_weights "
             "zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param mics_shard_size "
-            "mics_hierarchical_params_gather leaf_module zenflow"
+            "mics_hierarchical_params_gather leaf_module zenflow "
+            # FSDP2 gathers a layer in one message, its small parameters with it: keeping those would save none
+            "stage3_param_persistence_threshold"
         ),
         "offload_param": _names("nvme_path buffer_count buffer_size max_in_cpu"),
         "offload_optimizer": _names(

@@ -13,6 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from engine.peers import collective
+
 DEFAULT_TIMEOUT_SECONDS = 1800
 
 
@@ -24,8 +26,10 @@ def init_distributed(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
     Calling it twice is harmless.
 
     Raises:
-        ValueError: torchrun's variables are set only in part.
+        ValueError: torchrun's variables are set only in part, or the time limit is not a positive number.
     """
+    if not timeout_seconds > 0:
+        raise ValueError(f"timeout_seconds is {timeout_seconds}: it bounds collectives, so give a positive number")
     if dist.is_initialized() or "WORLD_SIZE" not in os.environ:
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -77,11 +81,14 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def barrier() -> None:
+@collective
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Until every rank is here."""
     if world_size() > 1:
-        dist.barrier()
+        dist.barrier(group)
 
 
+@collective
 def all_reduce_sums(values: Iterable[float]) -> list[float]:
     """Element-wise sums over ranks, in float64: the numerators and denominators of global means."""
     values = [float(value) for value in values]
@@ -93,6 +100,7 @@ def all_reduce_sums(values: Iterable[float]) -> list[float]:
     return tensor.tolist()
 
 
+@collective
 def all_reduce_max(values: Iterable[float]) -> list[float]:
     """Element-wise maxima over ranks."""
     values = [float(value) for value in values]
@@ -103,6 +111,7 @@ def all_reduce_max(values: Iterable[float]) -> list[float]:
     return tensor.tolist()
 
 
+@collective
 def broadcast_object(value: object, source: int = 0) -> object:
     """The source rank's picklable `value`, on every rank."""
     if world_size() == 1:
@@ -110,6 +119,16 @@ def broadcast_object(value: object, source: int = 0) -> object:
     box = [value]
     dist.broadcast_object_list(box, src=source)
     return box[0]
+
+
+@collective
+def gather_objects(value: object) -> list:
+    """Every rank's picklable `value`, in the ranks' order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    values: list = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def shutdown() -> None:

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine import checkpoint, distributed, export
+from engine import checkpoint, distributed, export, setup
+from engine.accumulation import Accumulation
 from engine.config import EngineConfig
-from engine.optimizers import build_optimizer, parameter_groups
+from engine.monitor import Monitor, warn_once
+from engine.peers import collective
 from engine.precision import compute_dtype
-from engine.replicated import ReplicatedParameters
 from engine.scaler import LossScaler
-from engine.schedules import build_scheduler
-from engine.sharding import ShardedParameters, local, whole
+from engine.sharding import local, whole
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Engine:
     Attributes: `module`, `optimizer`, `lr_scheduler`, `config`, `device`, `compute_dtype`, `zero_stage`;
     `micro_steps` counts `step` calls, `global_steps` optimizer steps (skipped ones included, as DeepSpeed
     counts them), `skipped_steps` those that a non-finite gradient prevented, `weights_version` rises
-    whenever parameters may have changed.
+    whenever parameters may have changed. `global_samples` counts samples by the config's batch size.
     """
 
     def __init__(
@@ -50,48 +50,47 @@ class Engine:
         model_parameters: Any = None,
     ):
         self.config = config
+        if config.notice():
+            warn_once(config.notice())
         self.device = distributed.device()
         self.compute_dtype = compute_dtype(config)
         self.zero_stage = config.zero_optimization.stage
-        self.micro_steps = self.global_steps = self.skipped_steps = 0
+        self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
         self.weights_version = 0
-        self._accumulation = config.gradient_accumulation_steps or 1
         self._grad_norm = 0.0
-        self._weight_sum = 0.0
-        self._weighted: bool | None = None
-        self._unit = 1.0
+        self._was_applied = False
         self.ema: dict[str, torch.Tensor] = {}
         self._ema_beta = 0.0
 
-        groups = _named_groups(model, optimizer, model_parameters, config)
+        groups = setup.named_groups(model, optimizer, model_parameters, config)
         if groups is None:
             model.requires_grad_(False)  # forward-only: no masters, no graph
-        _broadcast_from_main(model, self.device)
-        zero = config.zero_optimization
-        offload = zero.offloads_parameters or zero.offloads_optimizer
-        if self.zero_stage == 0 or (distributed.world_size() == 1 and not offload):
-            # Over one rank a shard is the whole, so every stage is the replicated layout there.
-            self.parameters = ReplicatedParameters(model, self.compute_dtype, self.device)
-        else:
-            distributed.require_process_group()
-            self.parameters = ShardedParameters(model, self.compute_dtype, self.device, zero)
+        self.parameters = setup.place_parameters(model, config, self.compute_dtype, self.device)
         self.module = model
-        self.optimizer = self._take_optimizer(groups, optimizer)
-        self.lr_scheduler = self._take_scheduler(lr_scheduler)
+        self.optimizer = setup.take_optimizer(groups, optimizer, self.parameters, config)
+        self.lr_scheduler = setup.take_scheduler(lr_scheduler, self.optimizer, config)
         self.scaler = LossScaler(config.fp16)
+        is_trained = self.optimizer is not None
+        self.monitor = Monitor(config, self.device, is_trained, self.parameters.reduces_in_backward)
+        self.accumulation = Accumulation(config.gradient_accumulation_steps or 1, self.monitor.wants_loss)
+        self.background = checkpoint.Background() if config.checkpoint.async_save else None
 
     # -- running ---------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
 
+    @collective
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward pass, with its parameters gathered as the stage says."""
-        output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
+            output = self.module(*args, **kwargs)
             self.parameters.after_forward()
-        return output
+            return output
+        with self.monitor.clock("forward"):
+            return self.module(*args, **kwargs)
 
+    @collective
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> torch.Tensor:
         """Accumulate the gradients of one micro-batch.
 
@@ -112,71 +111,72 @@ class Engine:
             raise ValueError("backward on a forward-only engine: give the config an optimizer")
         if loss.numel() != 1:
             raise ValueError(f"backward needs a scalar loss, not one of shape {list(loss.shape)}")
-        first = self.is_gradient_accumulation_start()
-        weighted = weight is not None
-        if first:
-            self._weighted, self._weight_sum = weighted, 0.0
-        elif weighted != self._weighted:
-            raise ValueError("backward was called with `weight` in one micro-batch and without in another of one step")
-        if weighted:
-            weight = float(weight)
-            if first and self.global_steps == 0:
-                self._set_unit(sum(distributed.all_reduce_sums([weight])) * self._accumulation)
-            self._weight_sum += weight
-            factor = weight / self._unit
-        else:
-            factor = 1.0 / self._accumulation
+        factor = self.accumulation.add(loss, weight, self.is_gradient_accumulation_start())
         self.parameters.before_backward(self.is_gradient_accumulation_boundary())
-        (loss.float() * (factor * self.scaler.scale)).backward()
+        with self.monitor.clock("backward"):
+            (loss.float() * (factor * self.scaler.scale)).backward()
         return loss.detach()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True while the current micro-batch is the last before an optimizer step."""
-        return (self.micro_steps + 1) % self._accumulation == 0
+        return (self.micro_steps + 1) % self.accumulation.window == 0
 
     def is_gradient_accumulation_start(self) -> bool:
         """True between optimizer steps: no micro-batch is waiting for its update."""
-        return self.micro_steps % self._accumulation == 0
+        return self.micro_steps % self.accumulation.window == 0
 
+    @collective
     def step(self) -> None:
         """At the accumulation boundary: reduce, clip, update, tick the schedule, clear the gradients.
 
         A non-finite gradient on any rank skips the update on all of them: parameters, moments and
         schedule stay, and `skipped_steps` counts it.
         """
+        if self.optimizer is None:
+            raise ValueError("step on a forward-only engine: give the config an optimizer")
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not boundary:
             return
-        self.parameters.reduce_gradients()
+        with self.monitor.clock("reduce"):
+            self.parameters.reduce_gradients()
+        rate, scale = self.get_lr()[0], self.scaler.scale
+        with self.monitor.clock("step"):
+            loss = self._update()
+            self.parameters.zero_grad()
+        self.monitor.after_step(self.global_steps, self.global_samples, loss, rate, self._grad_norm, scale)
+
+    def _update(self) -> float:
+        """One optimizer step with the reduced gradients; returns the global batch's mean loss, if it is tracked."""
         gradients = self.parameters.gradients()
-        square_sum, weight_sum = self._global_sums(gradients)
-        # Gradients hold the mean over ranks of (loss * factor * scale); bring them to the gradient of the
-        # global mean and clip, in one multiplication.
-        multiplier = 1.0 / self.scaler.scale
-        if self._weighted:
-            multiplier *= distributed.world_size() * self._unit / weight_sum if weight_sum else 0.0
-            self._set_unit(weight_sum)
+        # Gradients are those of (loss * factor * scale); bring them to the gradient of the global mean and clip,
+        # in one multiplication.
+        square_sum, multiplier, loss = self.accumulation.finish(
+            _square_sum(gradients), self.parameters.gradients_are_partial
+        )
+        multiplier *= self.parameters.gradient_scale / self.scaler.scale
         finite = math.isfinite(square_sum)
         self._grad_norm = math.sqrt(square_sum) * multiplier if finite else math.inf
+        self._was_applied = finite
         self.global_steps += 1
+        self.global_samples += self.train_batch_size()
         self.scaler.update(not finite)
-        if finite:
-            clip = self.config.gradient_clipping
-            if clip and self._grad_norm > clip:
-                multiplier *= clip / (self._grad_norm + 1e-6)
-            if multiplier != 1.0 and gradients:
-                torch._foreach_mul_(gradients, multiplier)
-            self.optimizer.step()
-            self.parameters.after_update()
-            self.weights_version += 1
-            self._update_ema()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-        else:
+        if not finite:
             self.skipped_steps += 1
             logger.info("step %d skipped: a gradient is not finite", self.global_steps)
-        self.parameters.zero_grad()
+            return loss
+        clip = self.config.gradient_clipping
+        if clip and self._grad_norm > clip:
+            multiplier *= clip / (self._grad_norm + 1e-6)
+        if multiplier != 1.0 and gradients:
+            torch._foreach_mul_(gradients, multiplier)
+        self.optimizer.step()
+        self.parameters.after_update()
+        self.weights_version += 1
+        self._update_ema()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        return loss
 
     def enable_ema(self, beta: float) -> None:
         """Keep `ema <- beta * ema + (1 - beta) * parameters` after every update, in fp32, sharded as they are.
@@ -204,6 +204,22 @@ class Engine:
         """
         return self._grad_norm
 
+    def was_step_applied(self) -> bool:
+        """Whether the last optimizer step changed the parameters; false after one that was skipped."""
+        return self._was_applied
+
+    def train_batch_size(self) -> int:
+        """Samples an optimizer step, over all micro-batches and ranks."""
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples a micro-batch of one rank."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches an optimizer step."""
+        return self.accumulation.window
+
     def train(self, mode: bool = True) -> Engine:
         self.module.train(mode)
         return self
@@ -213,13 +229,23 @@ class Engine:
 
     # -- files -----------------------------------------------------------------------------------------
 
+    @collective
     def save_checkpoint(self, folder: str | Path, tag: str | None = None, client_state: dict | None = None) -> Path:
         """Save all that a resumed run needs under `folder/tag` and move `latest` to it. Collective.
 
-        The default tag is `global_step{N}`. A kill at any moment leaves the last complete one found.
+        The default tag is `global_step{N}`. Between micro-batches of a step, what they added up is saved too. A
+        kill at any moment leaves the last complete one found. With the config's `checkpoint.async_save` it is
+        written in the background: `wait_for_checkpoint` before the process group is left.
         """
         return checkpoint.save(self, Path(folder), tag, client_state)
 
+    @collective
+    def wait_for_checkpoint(self) -> None:
+        """Until a checkpoint that is being written in the background is complete; raises what went wrong with it."""
+        if self.background is not None:
+            self.background.wait()
+
+    @collective
     def load_checkpoint(self, folder: str | Path, tag: str | None = None) -> tuple[Path, dict]:
         """Load what `save_checkpoint` wrote, on any number of ranks. Collective.
 
@@ -227,13 +253,17 @@ class Engine:
             The checkpoint's path and the client state.
 
         Raises:
-            FileNotFoundError: no complete checkpoint there.
+            FileNotFoundError: no such checkpoint; the line names the last good one there.
+            ValueError: it is damaged (likewise), of another model, or stands within an accumulation window that
+                this run's `gradient_accumulation_steps` cannot go on with.
         """
         result = checkpoint.load(self, Path(folder), tag)
+        self.monitor.resume(self.global_samples)
         self.parameters.after_update()
         self.weights_version += 1
         return result
 
+    @collective
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None, *, ema: bool = False) -> None:
         """Write the module as a Hugging Face folder, whole tensors in the compute type. Collective.
 
@@ -250,85 +280,10 @@ class Engine:
         """(name, whole parameter) on every rank, one at a time. Collective: exhaust it on all ranks."""
         return self.parameters.full_parameters()
 
-    # -- construction ----------------------------------------------------------------------------------
 
-    def _take_optimizer(self, groups, optimizer):
-        if groups is None:
-            return None
-        by_name = dict(self.module.named_parameters())
-        owned = []
-        for group in groups:
-            names = group.pop("names")
-            owned.append({**group, "params": [self.parameters.optimizer_parameter(n, by_name[n]) for n in names]})
-        if optimizer is None:
-            spec = self.config.optimizer
-            return build_optimizer(owned, spec.type, spec.params)
-        for group, replacement in zip(optimizer.param_groups, owned, strict=True):
-            group["params"] = replacement["params"]
-        return optimizer
-
-    def _take_scheduler(self, lr_scheduler):
-        if self.optimizer is None:
-            return None
-        if lr_scheduler is not None:
-            return lr_scheduler(self.optimizer) if callable(lr_scheduler) else lr_scheduler
-        spec = self.config.scheduler
-        if spec is None or spec.type is None:
-            return None
-        return build_scheduler(self.optimizer, spec.type, spec.params)
-
-    # -- details ---------------------------------------------------------------------------------------
-
-    def _global_sums(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
-        """Sum of squares of all gradients and of the micro-batch weights, over all ranks."""
-        square_sum = 0.0
-        if gradients:
-            norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
-            square_sum = float(norms.double().square().sum())
-        partial = self.parameters.gradients_are_partial
-        if not partial and not self._weighted:
-            return square_sum, 0.0
-        sums = distributed.all_reduce_sums([square_sum, self._weight_sum])
-        return (sums[0] if partial else square_sum), sums[1]
-
-    def _set_unit(self, weight_sum: float) -> None:
-        # A power of two near the expected sum of weights on a rank: it keeps the scaled loss near the plain
-        # mean's size (fp16 would overflow on a sum) and, being a power of two, changes no rounding.
-        expected = weight_sum / distributed.world_size()
-        self._unit = 2.0 ** round(math.log2(expected)) if expected > 0 else 1.0
-
-
-def _named_groups(model, optimizer, model_parameters, config) -> list[dict] | None:
-    """Parameter groups by name, taken before sharding replaces the tensors; None for no optimizer."""
-    if optimizer is not None:
-        if optimizer.state:
-            raise ValueError("the optimizer given to initialize has already stepped: give a fresh one")
-        groups = optimizer.param_groups
-    elif config.optimizer is None or config.optimizer.type is None:
-        return None
-    elif model_parameters is not None:
-        groups = list(model_parameters)
-        if groups and not isinstance(groups[0], dict):
-            groups = [{"params": groups}]
-    else:
-        groups = parameter_groups(model, (config.optimizer.params or {}).get("weight_decay", 0.0))
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    named = []
-    for group in groups:
-        parameters = [p for p in group["params"] if p.requires_grad]
-        foreign = [list(p.shape) for p in parameters if id(p) not in names]
-        if foreign:
-            raise ValueError(f"the optimizer holds parameters that are not the model's, of shapes {foreign[:3]}")
-        named.append({**{k: v for k, v in group.items() if k != "params"}, "names": [names[id(p)] for p in parameters]})
-    return [group for group in named if group["names"]] if optimizer is None else named
-
-
-def _broadcast_from_main(model: nn.Module, device: torch.device) -> None:
-    """Start every rank from rank 0's values: ranks that built a random head each would train another model."""
-    if distributed.world_size() == 1:
-        return
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            moved = tensor.detach().to(device).contiguous()
-            torch.distributed.broadcast(moved, src=0)
-            tensor.copy_(moved)
+def _square_sum(gradients: list[torch.Tensor]) -> float:
+    """Sum of the squares of all numbers in them, in float64 from tensor to tensor."""
+    if not gradients:
+        return 0.0
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(gradients)])
+    return float(norms.double().square().sum())

@@ -21,7 +21,7 @@ from engine.config import EngineConfig, OffloadConfig
 from engine.optimizers import build_optimizer, state_tensors
 from engine.precision import compute_dtype, fp32_modules
 from engine.replicated import ReplicatedParameters
-from engine.sharding import ShardedParameters, find_blocks, local
+from engine.sharding import ShardedParameters, find_blocks, find_ends, local
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,8 +38,8 @@ class MemoryEstimate:
     `gradients`: as they are held between micro-batches and before the update.
     `moments`: the optimizer's own state.
     `working`: what exists only while a layer runs, at the fullest moment of backward: at stage 3 gathered
-    copies of the layer, of the one fetched ahead of it and of what is in no layer; at stages 2 and 3 the
-    layer's fp32 gradient on its way to the ranks that keep it.
+    copies of the layer, of the one fetched ahead of it and of what is in no layer (an embedding and a head that
+    are not tied count as layers); at stages 2 and 3 the layer's fp32 gradient on its way to its ranks.
     `host`: how much of all these lies in the CPU's memory when they are offloaded from a device.
     """
 
@@ -91,7 +91,8 @@ def estimate_memory(
         sizes = _sizes_of_number(model_or_numel, largest_layer, world_size, compute)
     states = 0
     if config.optimizer is None or config.optimizer.type is None:
-        sizes = replace(sizes, trainable=0, trainable_share=0, with_master=0, layer_gradient=0, rest_gradient=0)
+        kinds = "trainable trainable_share with_master layer_gradient embedding_gradient head_gradient rest_gradient"
+        sizes = replace(sizes, **dict.fromkeys(kinds.split(), 0))
     else:
         states = state_tensors(config.optimizer.type, config.optimizer.params)
     stage = config.zero_optimization.stage
@@ -136,10 +137,14 @@ class _Sizes:
     share: int  # trainable and frozen
     with_master: int  # trainable ones that forward reads in another type than the optimizer
     layer_gradient: int  # trainable ones of the largest layer
-    rest_gradient: int  # and of what is in no layer
+    embedding_gradient: int  # and of an embedding and a head that are units of their own
+    head_gradient: int
+    rest_gradient: int  # and of what is in neither
     whole: int  # bytes from here on
     layer: int
     two_layers: int
+    embedding: int
+    head: int
     rest: int
 
 
@@ -151,9 +156,13 @@ def _sizes_of(module: nn.Module, world_size: int, compute: int) -> _Sizes:
     def in_compute_type(some: Iterable[nn.Parameter]) -> int:
         return sum(p.numel() * (FP32_BYTES if id(p) in kept else compute) for p in some)
 
+    def gradient(some: Iterable[nn.Parameter]) -> int:
+        return sum(p.numel() for p in some if p.requires_grad)
+
     blocks = [list(block.parameters()) for block in find_blocks(module)]
+    embedding, head = ([] if end is None else list(end.parameters()) for end in find_ends(module))
     layers = sorted(map(in_compute_type, blocks), reverse=True)
-    layer_gradients = [sum(p.numel() for p in block if p.requires_grad) for block in blocks]
+    layer_gradients = [gradient(block) for block in blocks]
     whole, numel = in_compute_type(parameters), sum(p.numel() for p in trainable)
     return _Sizes(
         trainable=numel,
@@ -161,11 +170,15 @@ def _sizes_of(module: nn.Module, world_size: int, compute: int) -> _Sizes:
         share=sum(_share(p, world_size) for p in parameters),
         with_master=sum(p.numel() for p in trainable if id(p) not in kept) if compute < FP32_BYTES else 0,
         layer_gradient=max(layer_gradients, default=0),
-        rest_gradient=numel - sum(layer_gradients),
+        embedding_gradient=gradient(embedding),
+        head_gradient=gradient(head),
+        rest_gradient=numel - sum(layer_gradients) - gradient(embedding) - gradient(head),
         whole=whole,
         layer=sum(layers[:1]),
         two_layers=sum(layers[:2]),
-        rest=whole - sum(layers),
+        embedding=in_compute_type(embedding),
+        head=in_compute_type(head),
+        rest=whole - sum(layers) - in_compute_type(embedding) - in_compute_type(head),
     )
 
 
@@ -177,21 +190,29 @@ def _sizes_of_number(numel: int, largest_layer: int, world_size: int, compute: i
         share=share,
         with_master=numel if compute < FP32_BYTES else 0,
         layer_gradient=largest_layer,
+        embedding_gradient=0,
+        head_gradient=0,
         rest_gradient=0,
         whole=numel * compute,
         layer=largest_layer * compute,
         two_layers=2 * largest_layer * compute,
+        embedding=0,
+        head=0,
         rest=0,
     )
 
 
 def _working(sizes: _Sizes, stage: int) -> int:
-    if stage == 3:
-        in_a_layer = sizes.rest + sizes.two_layers + FP32_BYTES * sizes.layer_gradient
-        at_the_end = sizes.rest + FP32_BYTES * sizes.rest_gradient
-        return max(in_a_layer, at_the_end)
-    if stage == 2:  # the layer's copy is freed as its gradient leaves
-        return max(0, FP32_BYTES * sizes.layer_gradient - sizes.layer)
+    if stage == 3:  # backward begins with the head, goes through the layers and ends with the embedding
+        with_gradient = (
+            sizes.head + sizes.layer + FP32_BYTES * sizes.head_gradient,
+            sizes.two_layers + FP32_BYTES * sizes.layer_gradient,
+            sizes.embedding + FP32_BYTES * (sizes.embedding_gradient + sizes.rest_gradient),
+        )
+        return sizes.rest + max(with_gradient)
+    if stage == 2:  # a unit's copy is freed as its gradient leaves
+        in_a_layer = FP32_BYTES * sizes.layer_gradient - sizes.layer - sizes.head
+        return max(0, in_a_layer, FP32_BYTES * sizes.head_gradient)
     return 0
 
 

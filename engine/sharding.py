@@ -12,7 +12,10 @@ stages differ in:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from engine.config import ZeroConfig
 from engine.precision import fp32_modules
@@ -36,6 +40,9 @@ class ShardedParameters:
 
     # Each rank holds its rows of every gradient: a norm over them is summed over ranks.
     gradients_are_partial = True
+    # What makes `gradients` the means over ranks: FSDP2 divides as it reduces, during the backward pass.
+    gradient_scale = 1.0
+    reduces_in_backward = True
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device, config: ZeroConfig):
         self.module = module
@@ -45,10 +52,12 @@ class ShardedParameters:
                 parameter.data = parameter.data.float()
         # Offloaded, parameters, gradients and optimizer state all rest in CPU memory; layers visit the device.
         offload = config.offloads_parameters or config.offloads_optimizer
-        policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+        asked = config.offload_param if config.offloads_parameters else config.offload_optimizer
+        pin_memory = asked.pin_memory and device.type == "cuda"
+        policy = CPUOffloadPolicy(pin_memory=pin_memory) if offload else OffloadPolicy()
         module.to("cpu" if offload else device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        _shard(module, mesh, dtype, reshard_after_forward=self._stage == 3, offload_policy=policy)
+        _shard(module, mesh, dtype, _reshard_after_forward(config, mesh.size()), policy)
         if offload:
             _move_buffers(module, device)
         self.trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -79,6 +88,48 @@ class ShardedParameters:
         for _, parameter in self.trainable:
             parameter.grad = None
 
+    def accumulated_gradients(self) -> dict[str, torch.Tensor]:
+        """The mean over ranks of what a step not yet taken has added up, by name. Collective."""
+        means = {name: p.grad for name, p in self.trainable if p.grad is not None}
+        if self._stage == 1:
+            for name, total in self._unreduced():
+                dist.all_reduce(total)
+                total.div_(dist.get_world_size())
+                # rows that a resumed window brought along have been reduced before
+                means[name] = total + whole(means[name]) if name in means else total
+        return means
+
+    def _unreduced(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, copy of the whole gradient) that stage 1 has added up on this rank alone; zeros where only
+        other ranks have one."""
+        found = list(self._inner_parameters())
+        grads = [_unsharded_gradient(inner) for _, inner in found]
+        used = torch.tensor([grad is not None for grad in grads], dtype=torch.int32)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        for (name, inner), grad, is_used in zip(found, grads, used.tolist(), strict=True):
+            if is_used:
+                total = torch.zeros(inner.sharded_param.shape, device=inner.device)
+                yield name, total if grad is None else total.copy_(grad)
+
+    def _inner_parameters(self) -> Iterator[tuple[str, Any]]:
+        """(name, FSDP2's own object) of every trained parameter: it shows gradients that wait to nobody."""
+        names = {id(p): name for name, p in self.trainable}
+        for child in self.module.modules():
+            for group in child._get_fsdp_state()._fsdp_param_groups if isinstance(child, FSDPModule) else ():
+                for inner in group.fsdp_params:
+                    if id(inner.sharded_param) in names:
+                        yield names[id(inner.sharded_param)], inner
+
+    def restore_gradients(self, means: dict[str, torch.Tensor]) -> None:
+        """Go on from `accumulated_gradients`; FSDP2 adds what it reduces to what is there."""
+        for name, parameter in self.trainable:
+            if name in means:
+                parameter.grad = means[name]
+        for _, inner in self._inner_parameters():
+            inner.unsharded_accumulated_grad = None
+            if hasattr(inner, "_unsharded_param"):
+                inner._unsharded_param.grad = None
+
     def after_update(self) -> None:
         pass
 
@@ -87,6 +138,12 @@ class ShardedParameters:
         self.after_forward()
         for name, parameter in self.module.named_parameters():
             yield name, whole(parameter.detach())
+
+
+def _unsharded_gradient(inner: Any) -> torch.Tensor | None:
+    if inner.unsharded_accumulated_grad is not None:
+        return inner.unsharded_accumulated_grad
+    return inner._unsharded_param.grad if hasattr(inner, "_unsharded_param") else None
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,6 +177,37 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     return [block for block in blocks if id(block) not in inner]
 
 
+def find_ends(module: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """Embedding and head of the transformers model inside `module`: units of their own, used at one end each.
+
+    None for one that is not there, shares a parameter (tied) or lies in a layer.
+    """
+    uses = Counter(id(p) for child in module.modules() for p in child.parameters(recurse=False))
+    in_layers = {id(child) for block in find_blocks(module) for child in block.modules()}
+    ends: list[nn.Module | None] = []
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        owners = (child for child in module.modules() if isinstance(child, PreTrainedModel))
+        found = [end for end in (_asked(owner, getter) for owner in owners) if end is not None]
+        end = found[0] if found else None
+        alone = end is not None and _has_parameters(end) and all(uses[id(p)] == 1 for p in end.parameters())
+        ends.append(end if alone and id(end) not in in_layers else None)
+    return ends[0], ends[1]
+
+
+def _asked(owner: PreTrainedModel, getter: str) -> nn.Module | None:
+    try:
+        return getattr(owner, getter)()
+    except NotImplementedError:  # how transformers says that there is none
+        return None
+
+
+def _reshard_after_forward(config: ZeroConfig, ranks: int) -> bool | int:
+    """Whether layers give their copy back after forward: at stage 3, down to a part in each group of hpZ's size."""
+    if config.stage < 3:
+        return False
+    return config.zero_hpz_partition_size if 1 < config.zero_hpz_partition_size < ranks else True
+
+
 def _has_parameters(module: nn.Module) -> bool:
     return next(iter(module.parameters()), None) is not None
 
@@ -135,7 +223,7 @@ def _shard(
     module: nn.Module,
     mesh: DeviceMesh,
     dtype: torch.dtype,
-    reshard_after_forward: bool,
+    reshard_after_forward: bool | int,
     offload_policy: OffloadPolicy,
 ) -> None:
     shared = {"mesh": mesh, "offload_policy": offload_policy}
@@ -145,8 +233,17 @@ def _shard(
     if dtype != torch.float32:
         for child in fp32_modules(module):
             fully_shard(child, **shared, mp_policy=fp32_policy, reshard_after_forward=reshard_after_forward)
-    for block in find_blocks(module):
-        fully_shard(block, **shared, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    # Embedding, last norm and head (tied or not) form the root unit, which stays gathered between
-    # forward and backward: its layers run first and last, so freeing it would gather it twice at once.
+    embedding, head = find_ends(module)
+    has_unit = embedding is None or isinstance(embedding, FSDPModule)
+    units = [*([] if has_unit else [embedding]), *find_blocks(module)]
+    for unit in units:
+        fully_shard(unit, **shared, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    # What runs last in forward runs first in backward: freeing it between would gather it twice at once.
+    if head is not None and not isinstance(head, FSDPModule):
+        fully_shard(head, **shared, mp_policy=policy, reshard_after_forward=False)
+        units.append(head)
+    # The rest is the root unit: the last norm, and embedding and head where they are one parameter.
     fully_shard(module, **shared, mp_policy=policy, reshard_after_forward=False)
+    # Each unit asks for the next one's parameters before it computes; backward does so by itself.
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])

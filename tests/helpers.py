@@ -26,7 +26,9 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def _rank_main(fn: Callable, rank: int, world_size: int, port: int, folder: str, args: tuple) -> None:
+def _rank_main(
+    fn: Callable, rank: int, world_size: int, port: int, folder: str, limit_seconds: float, args: tuple
+) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -43,7 +45,7 @@ def _rank_main(fn: Callable, rank: int, world_size: int, port: int, folder: str,
     torch.set_num_threads(1)
     outcome: tuple[str, Any]
     try:
-        engine.init_distributed(timeout_seconds=60)
+        engine.init_distributed(timeout_seconds=limit_seconds)
         outcome = ("ok", fn(rank, world_size, *args))
     except BaseException:  # noqa: BLE001 - handed to the parent, which raises it
         outcome = ("error", traceback.format_exc())
@@ -53,17 +55,17 @@ def _rank_main(fn: Callable, rank: int, world_size: int, port: int, folder: str,
     torch.distributed.destroy_process_group()
 
 
-def run_ranks(fn: Callable, world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
-    """Run top-level `fn(rank, world_size, *args)` on `world_size` gloo ranks.
+def run_ranks(fn: Callable, world_size: int, *args: Any, timeout: float = 120, limit_seconds: float = 60) -> list[Any]:
+    """Run top-level `fn(rank, world_size, *args)` on `world_size` gloo ranks, `limit_seconds` for each collective.
 
     Returns the ranks' results in order. Raises AssertionError with the traceback of the first rank that
     failed, and TimeoutError when a rank is still busy after `timeout` seconds; no process stays behind.
     """
-    context = _context()
+    context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         processes = [
-            context.Process(target=_rank_main, args=(fn, rank, world_size, port, folder, args))
+            context.Process(target=_rank_main, args=(fn, rank, world_size, port, folder, limit_seconds, args))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -78,7 +80,8 @@ def run_ranks(fn: Callable, world_size: int, *args: Any, timeout: float = 120) -
 
 
 @cache
-def _context() -> BaseContext:
+def fork_server() -> BaseContext:
+    """Where processes of tests come from."""
     os.environ["OMP_NUM_THREADS"] = "1"  # what the server starts with; more threads would not survive a fork
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])

@@ -117,14 +117,12 @@ class Step:
     """
 
     def __init__(self, heads: Heads, positions: torch.Tensor, width: int, workspace: Workspace):
-        # low-precision products copy operands that are not contiguous: they get the whole width laid out
-        width = width if workspace.dtype == torch.float32 else workspace.width
+        width = workspace.width if workspace.grows else width
         self.heads, self.positions, self.width, self.dtype = heads, positions, width, workspace.dtype
         self.rows = positions.shape[0]
-        # where each new key's features and value's row lie in a layer's flat memory: the same for all layers
+        self.row_index = torch.arange(self.rows, device=positions.device)
+        # where each new value's row lies in a layer's flat memory: the same for all layers
         rows = torch.arange(self.rows * heads.kv, device=positions.device).view(self.rows, heads.kv)
-        features = rows[..., None] * heads.dim + torch.arange(heads.dim, device=positions.device)
-        self.key_index = (features * workspace.width + positions[:, None, None]).flatten()
         self.value_index = (rows * workspace.width + positions[:, None]).flatten()
         self._masks: dict[int | None, torch.Tensor] = {}
 
@@ -132,7 +130,7 @@ class Step:
         """`heads` `[rows, q + 2 kv, dim]`, already rotated -> `[rows, q * dim]`."""
         share, decoder = self.heads, self.heads.decoder
         keys, values = workspace.keys[layer], workspace.values[layer]
-        keys.view(-1).scatter_(0, self.key_index, heads[:, share.q : share.q + share.kv].reshape(-1))
+        keys[self.row_index, :, :, self.positions] = heads[:, share.q : share.q + share.kv]
         new_values = heads[:, share.q + share.kv :].reshape(-1, share.dim)
         values.view(-1, share.dim).index_copy_(0, self.value_index, new_values)
         batch = self.rows * share.kv

@@ -1,12 +1,15 @@
 """The key/value workspace: one allocation, cut into slots that sequences enter and leave.
 
 Keys lie as `[layer, slot, kv head, feature, position]` and values as `[layer, slot, kv head, position, feature]`,
-so that both products of a single-query attention read contiguous rows. Only as many positions as the longest
-sequence alive needs are laid out, `STRIDE` more whenever it outgrows them: keys stay tightly packed, so a
-step reads few cache lines, and matrix products that want contiguous operands get them without a copy.
+so that both products of a single-query attention read contiguous rows. In low precision only as many positions
+as the longest sequence alive needs are laid out, `STRIDE` more whenever it outgrows them, since products of
+such types copy operands that are not contiguous: every step takes the whole width laid out. fp32 products
+take part of the width as it lies, so there all of it is laid out at once.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -19,6 +22,7 @@ class Workspace:
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
         self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
         self.dtype, self.device = dtype, device
+        self.grows = dtype != torch.float32
         self.release()
 
     def release(self) -> None:
@@ -31,19 +35,30 @@ class Workspace:
     def nbytes(self) -> int:
         return self._storage.numel() * self._storage.element_size()
 
+    def room(self, limit: int) -> int:
+        """How many sequences of `limit` tokens fit into this memory and half of what the device has left."""
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        each = 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize * (-(-limit // STRIDE) * STRIDE)
+        return (self.nbytes + free // 2) // each
+
     def open(self, slots: int, limit: int, reserve: int) -> None:
         """Make room for `slots` sequences of up to `limit` tokens, empty.
 
-        New memory is taken only when what is there is too small, then for sequences of `reserve` tokens.
+        New memory is taken only when what is there is too small, then for sequences of `reserve` tokens if there
+        is room for those.
         """
         limit = -(-limit // STRIDE) * STRIDE
         token = 2 * self.layers * self.kv_heads * self.head_dim
         if token * slots * limit > self._storage.numel():
             self._storage = torch.empty(0, dtype=self.dtype, device=self.device)  # freed before the next is taken
             # zeros: a masked position must hold a finite number, whatever it is
-            self._storage = torch.zeros(token * slots * max(limit, reserve), dtype=self.dtype, device=self.device)
+            length = reserve if reserve > limit and self.room(reserve) >= slots else limit
+            self._storage = torch.zeros(token * slots * length, dtype=self.dtype, device=self.device)
         self.slots, self.limit = slots, limit
-        self._cut(0)
+        self._cut(0 if self.grows else limit)
 
     def widen(self, width: int, rows: int) -> None:
         """Lay out at least `width` positions, keeping what the first `rows` slots hold."""

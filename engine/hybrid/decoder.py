@@ -45,9 +45,7 @@ class Model:
         self.decoder, self.dtype, self.device, self.tp = decoder, dtype, device, tp
         self.heads = Heads(decoder, tp.rank, tp.size, device)
         self.workspace = Workspace(decoder.layers, self.heads.kv, decoder.head_dim, dtype, device)
-        self.rotary = (
-            RotaryTable(decoder.positions, dtype, device) if isinstance(decoder.positions, Rotary) else None
-        )
+        self.rotary = RotaryTable(decoder.positions, dtype, device) if isinstance(decoder.positions, Rotary) else None
         self.packed = can_pack(dtype, device)
         self.release_weights()
 

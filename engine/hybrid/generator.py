@@ -1,6 +1,6 @@
 """The hybrid engine's decoder over a plain Hugging Face causal model, for chat and evaluation:
 
-    answers = Generator(model).generate(input_ids, attention_mask, max_new_tokens=64, do_sample=True, seed=1)
+answers = Generator(model).generate(input_ids, attention_mask, max_new_tokens=64, do_sample=True, seed=1)
 """
 
 from __future__ import annotations

@@ -41,6 +41,10 @@ class TensorParallel:
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)
 
+    def smallest(self, number: int) -> int:
+        """The least of the group's numbers."""
+        return min(self.gather_objects(number))
+
     def gather_objects(self, value: object) -> list:
         """Every rank's picklable `value`, in rank order."""
         if self.size == 1:

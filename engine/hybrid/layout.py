@@ -84,9 +84,7 @@ def kv_head_range(decoder: Decoder, tp_rank: int, tp_size: int) -> tuple[int, in
     return head, head + 1
 
 
-def plan_layout(
-    decoder: Decoder, has: Callable[[str], bool], tied: bool, tp_rank: int, tp_size: int
-) -> list[Target]:
+def plan_layout(decoder: Decoder, has: Callable[[str], bool], tied: bool, tp_rank: int, tp_size: int) -> list[Target]:
     """The tensors that rank `tp_rank` of a group of `tp_size` keeps.
 
     `has(name)` says whether the training module has a parameter of that name (biases differ by model);

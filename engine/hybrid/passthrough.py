@@ -109,4 +109,3 @@ def gathered_copy(module: nn.Module, sources: Sources, dtype: torch.dtype) -> nn
             child._buffers[leaf] = state[name]
     replica.tie_weights()
     return replica.eval()
-

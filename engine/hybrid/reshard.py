@@ -50,15 +50,16 @@ class Swap:
         self.sharded = sources.is_sharded()
         self.bytes_received = 0
         self._buckets = _bucket(self.targets, layers_per_bucket)
-        self._segments: list[list[_Segment]] = []
-        if self.sharded:
-            world = dist.get_world_size()
-            plans = [layouts(rank) for rank in range(world)]
-            for rank in range(world):
-                for number, bucket in enumerate(_bucket(plans[rank], layers_per_bucket)):
-                    if number == len(self._segments):
-                        self._segments.append([])
-                    self._segments[number].extend(self._cut(plans[rank], bucket, rank))
+        self._spans: dict[str, list[tuple[int, int, list[int]]]] = {}
+        self._segments: list[list[_Segment]] = [[] for _ in self._buckets]
+        self._names: list[dict[str, None]] = [{} for _ in self._buckets]
+        for receiver in range(dist.get_world_size() if self.sharded else 0):
+            plan = layouts(receiver)
+            for number, bucket in enumerate(_bucket(plan, layers_per_bucket)):
+                for segment in self._cut(plan, bucket, receiver):
+                    self._names[number][segment.piece.source] = None
+                    if self.rank in (segment.sender, receiver):
+                        self._segments[number].append(segment)
 
     def run(self) -> Iterator[dict[str, torch.Tensor]]:
         """Filled tensors by target name, one bucket after another. Collective: exhaust it on every rank."""
@@ -67,7 +68,7 @@ class Swap:
         for number, bucket in enumerate(self._buckets):
             tensors = {i: self._empty(self.targets[i]) for i in bucket}
             if self.sharded:
-                self._exchange(self._segments[number], tensors)
+                self._exchange(self._segments[number], self._names[number], tensors)
             else:
                 self._copy(tensors)
             yield {self.targets[i].name: tensors.pop(i) for i in bucket}
@@ -78,19 +79,27 @@ class Swap:
         segments = []
         for i in bucket:
             for piece in targets[i].pieces:
-                owners = self.sources.owners(piece.source)
-                if owners is None:
-                    segments.append(_Segment(i, piece, piece.rows, receiver, receiver))
-                    continue
-                # Replicas of a shard group hold the same rows: a rank prefers its own, then the nearest's.
-                position = piece.rows[0]
-                while position < piece.rows[1]:
-                    holders = [r for r, spans in enumerate(owners) if any(a <= position < b for a, b in spans)]
-                    sender = min(holders, key=lambda r: (abs(r - receiver), r))
-                    stop = next(b for a, b in owners[sender] if a <= position < b)
-                    segments.append(_Segment(i, piece, (position, min(stop, piece.rows[1])), sender, receiver))
-                    position = min(stop, piece.rows[1])
+                for start, stop, holders in self._spans_of(piece.source):
+                    rows = max(start, piece.rows[0]), min(stop, piece.rows[1])
+                    if rows[0] < rows[1]:
+                        # of several that hold these rows the receiver itself, else the nearest
+                        sender = min(holders, key=lambda r: (abs(r - receiver), r)) if holders else receiver
+                        segments.append(_Segment(i, piece, rows, sender, receiver))
         return segments
+
+    def _spans_of(self, source: str) -> list[tuple[int, int, list[int]]]:
+        """(start, stop, ranks that hold these rows) of a source; no ranks listed when all hold all."""
+        if source not in self._spans:
+            owners = self.sources.owners(source)
+            if owners is None:
+                self._spans[source] = [(0, self.sources.parameter(source).shape[0], [])]
+            else:
+                holders: dict[tuple[int, int], list[int]] = {}
+                for rank, spans in enumerate(owners):
+                    for span in spans:
+                        holders.setdefault(span, []).append(rank)
+                self._spans[source] = [(*span, ranks) for span, ranks in sorted(holders.items())]
+        return self._spans[source]
 
     # -- running ---------------------------------------------------------------------------------------
 
@@ -105,11 +114,13 @@ class Swap:
                 rows = self.sources.local_rows(piece.source)
                 _region(tensor, piece, piece.rows).copy_(rows[slice(*piece.rows), slice(*piece.cols)])
 
-    def _exchange(self, segments: list[_Segment], tensors: dict[int, torch.Tensor]) -> None:
+    def _exchange(self, segments: list[_Segment], names: dict[str, None], tensors: dict[int, torch.Tensor]) -> None:
         world, me = dist.get_world_size(), self.rank
-        names = dict.fromkeys(segment.piece.source for segment in segments)
-        # adapters may be sharded: every rank reads every weight of the bucket, in the same order
-        local = {name: self.sources.local_rows(name) for name in names if self._reads(name, segments)}
+        sent = {segment.piece.source for segment in segments if segment.sender == me}
+        # reading adapters may be collective: every rank reads every adapted weight, in the same order
+        local = {
+            name: self.sources.local_rows(name) for name in names if name in sent or self.sources.adapter_factors(name)
+        }
         outgoing: list[list[torch.Tensor]] = [[] for _ in range(world)]
         for segment in segments:
             if segment.sender != me:
@@ -142,11 +153,6 @@ class Swap:
                 block = receive[offset : offset + segment.numel]
                 region.copy_(block.view(segment.rows[1] - segment.rows[0], -1))
                 offset += segment.numel
-
-    def _reads(self, name: str, segments: list[_Segment]) -> bool:
-        return bool(self.sources.adapter_factors(name)) or any(
-            s.sender == self.rank and s.piece.source == name for s in segments
-        )
 
     def _block(self, local: dict[str, torch.Tensor], segment: _Segment) -> torch.Tensor:
         owners = self.sources.owners(segment.piece.source)

@@ -73,8 +73,8 @@ def generate(
         on_token: called for each token of each request in order.
     """
     run = _Run(model, prompts, prompt_of, keys, max_new_tokens, sampling, on_token)
-    slots = min(len(keys), MAX_SLOTS)
     width = max(len(prompt) for prompt in prompts) + max_new_tokens
+    slots = min(len(keys), MAX_SLOTS, max(1, model.tp.smallest(model.workspace.room(width))))
     model.workspace.open(slots, width, reserve)
     while run.waiting or len(run.rows):
         free = slots - len(run.rows)

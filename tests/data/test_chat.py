@@ -79,13 +79,11 @@ def test_whole_decodes_to_the_text_with_end_tokens(name):
     tokenizer = build(name)
     dialogue = turns("what is two?", "it is two.", "and  three?\nplease")
     ids, _ = chat.encode_dialogue(tokenizer, dialogue, "five")
-    bos = "<s>" if ids[0] == tokenizer.bos_token_id else ""
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     expected = (
         "\n\nHuman: what is two?\n\nAssistant: it is two.</s>\n\nHuman: and  three?\nplease\n\nAssistant: five</s>"
     )
-    assert text.replace(bos + " ", bos, 1) if bos else text == bos + expected
-    assert text.endswith(expected)
+    assert text in (expected, "<s>" + expected, "<s> " + expected)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if "ChatML" not in name])
@@ -272,9 +270,11 @@ class TestTrainedParts:
 
     def test_template_with_no_generation_prompt_and_the_system_text_inside_the_question(self):
         template = (
-            "{% if messages[0].role == 'system' %}{% set system = messages[0].content + ' ' %}{% set rest = messages[1:] %}"
+            "{% if messages[0].role == 'system' %}"
+            "{% set system = messages[0].content + ' ' %}{% set rest = messages[1:] %}"
             "{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}{{ bos_token }}{% for m in rest %}"
-            "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+            "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+            "{{ raise_exception('roles must alternate') }}{% endif %}"
             "{% if m.role == 'user' %}{{ '[INST] ' + (system if loop.first else '') + m.content + ' [/INST]' }}"
             "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
         )

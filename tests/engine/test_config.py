@@ -88,7 +88,6 @@ def deepspeed_chat_eval(stage, offload=False):
 def test_deepspeed_chats_configs_are_accepted(stage, offload, dtype):
     config = load(deepspeed_chat_train(stage, offload, dtype), world_size=4)
     assert config.zero_optimization.stage == stage
-    assert config.zero_optimization.stage3_param_persistence_threshold == 10_000
     assert config.zero_optimization.offloads_parameters == (offload and stage == 3)
     assert config.zero_optimization.offloads_optimizer == (offload and stage >= 1)
     assert (config.fp16.enabled, config.bf16.enabled) == (dtype == "fp16", dtype == "bf16")
@@ -110,11 +109,7 @@ def test_defaults_are_deepspeeds():
     assert (fp16.loss_scale_window, fp16.hysteresis, fp16.consecutive_hysteresis) == (1000, 2, False)
     assert (fp16.min_loss_scale, config.bf16.enabled) == (1, False)
     zero = config.zero_optimization
-    assert (zero.stage, zero.zero_hpz_partition_size, zero.stage3_param_persistence_threshold) == (
-        0,
-        1,
-        100_000,
-    )
+    assert (zero.stage, zero.zero_hpz_partition_size) == (0, 1)
     assert zero.offload_param.device == zero.offload_optimizer.device == "none"
     hybrid = config.hybrid_engine
     assert (hybrid.enabled, hybrid.max_out_tokens, hybrid.inference_tp_size) == (False, 512, 1)
@@ -142,9 +137,9 @@ def test_old_names_mean_the_new_ones():
     offload = load(zero_optimization=old).zero_optimization.offload_optimizer
     assert (offload.device, offload.pin_memory) == ("cpu", False)
     old = {"stage": 3, "cpu_offload": False, "cpu_offload_param": True, "param_persistence_threshold": 7}
-    zero = load(zero_optimization=old).zero_optimization
-    assert zero.offloads_parameters and not zero.offloads_optimizer
-    assert zero.stage3_param_persistence_threshold == 7
+    config = load(zero_optimization=old)
+    assert config.zero_optimization.offloads_parameters and not config.zero_optimization.offloads_optimizer
+    assert config.ignored_keys == ("zero_optimization.stage3_param_persistence_threshold",)
     config = load(zero_optimization={"stage3_gather_fp16_weights_on_model_save": True})
     assert config.ignored_keys == ("zero_optimization.stage3_gather_16bit_weights_on_model_save",)
 
@@ -252,8 +247,10 @@ def test_auto_takes_the_callers_value_or_the_default():
     assert config.scheduler.params == {"warmup_num_steps": 20}
     assert config.bf16.enabled and not config.fp16.enabled
     assert config.gradient_clipping == 1.0
-    assert config.zero_optimization.stage3_param_persistence_threshold == 100_000
-    assert config.ignored_keys == ("zero_optimization.reduce_bucket_size",)
+    assert config.ignored_keys == (
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.stage3_param_persistence_threshold",
+    )
 
 
 def test_auto_never_replaces_a_value_that_is_there():
@@ -355,6 +352,13 @@ def test_known_but_unused_keys_are_named_once():
     assert "\n" not in notice and all(key in notice for key in config.ignored_keys)
 
 
+def test_the_order_of_division_is_named_where_fsdp2_has_its_own():
+    keys = {"prescale_gradients": True, "gradient_predivide_factor": 2.0}
+    assert load(**keys).ignored_keys == ()
+    ignored = load(**keys, zero_optimization={"stage": 2}).ignored_keys
+    assert ignored == ("prescale_gradients (at stage 2)", "gradient_predivide_factor (at stage 2)")
+
+
 def test_every_known_key_is_accepted():
     """One config with every key the tables hold, each with a harmless value."""
 
@@ -398,7 +402,7 @@ def test_every_known_key_is_accepted():
             "'nvme': offload to 'nvme' does not exist here",
         ),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "use 'none' or 'cpu'"),
-        ({"zero_optimization": {"stage3_param_persistence_threshold": -1}}, "use a number of 0 or more"),
+        ({"zero_optimization": {"zero_hpz_partition_size": -1}}, "use a number of 0 or more"),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "does not divide the 3 ranks"),
         (
             {"hybrid_engine": {"enabled": True, "inference_tp_size": 2}},
@@ -462,7 +466,7 @@ def test_every_mistake_is_one_line(keys, message):
 
 
 def test_numbers_as_deepspeeds_files_write_them():
-    config = load(zero_optimization={"stage": 3.0, "stage3_param_persistence_threshold": 1e4}, train_batch_size=4.0)
+    config = load(zero_optimization={"stage": 3.0, "zero_hpz_partition_size": 1.0}, train_batch_size=4.0)
     assert config.zero_optimization.stage == 3 and config.train_batch_size == 4
     assert isinstance(config.zero_optimization.stage, int)
 

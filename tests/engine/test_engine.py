@@ -48,6 +48,22 @@ def test_counters_and_boundaries():
     assert (eng.global_steps, eng.micro_steps, eng.weights_version) == (2, 7, 2)
 
 
+def test_what_users_of_deepspeed_ask_an_engine():
+    eng = simple(accumulation=3)
+    sizes = eng.train_batch_size(), eng.train_micro_batch_size_per_gpu(), eng.gradient_accumulation_steps()
+    assert sizes == (3, 1, 3) and not eng.was_step_applied()
+    for poison in (False, True):
+        for number in range(3):
+            micro_step(eng, token_batch(1, seed=number), poison=poison and number == 1)
+        assert eng.was_step_applied() != poison
+    assert (eng.global_steps, eng.skipped_steps, eng.global_samples) == (2, 1, 6)
+
+
+def test_a_model_with_nothing_to_train_is_named():
+    with pytest.raises(ValueError, match="no parameter has requires_grad: unfreeze some, or leave the optimizer out"):
+        engine.initialize(tiny_llama().requires_grad_(False), config_for(0, 1, 0.0))
+
+
 def test_mixing_weighted_and_plain_micro_batches_is_refused():
     eng = simple(accumulation=2)
     micro_step(eng, token_batch(1))

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import engine
@@ -149,6 +150,60 @@ def offloaded(rank, world, stage):
 def test_offloading_changes_no_number():
     expected, expected_norms = reference("tied", 0.5)
     for norms, parameters in (run_ranks(offloaded, 2, 3)[0], run_ranks(offloaded, 1, 2)[0]):
+        assert norms == pytest.approx(expected_norms, rel=1e-5)
+        for name, tensor in parameters.items():
+            torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0)
+
+
+def in_smaller_groups(rank, world):
+    """hpZ: from forward to backward each pair of ranks keeps a whole copy between them."""
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    eng = engine.initialize(build("tied"), config_for(3, 1, 0.5, zero_optimization=zero))
+    batch = token_batch(ROWS)
+    eng(input_ids=batch["input_ids"])
+    kept = eng.module.model.layers[0].mlp.up_proj.weight
+    assert kept.to_local().shape == (44 // 2, 32)
+    norms = train(eng, [token_batch(ROWS, seed=seed) for seed in range(STEPS)], rank, world, 1)
+    return norms, whole(eng)
+
+
+def test_hpz_changes_no_number():
+    expected, expected_norms = reference("tied", 0.5)
+    norms, parameters = run_ranks(in_smaller_groups, 4)[0]
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    for name, tensor in parameters.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0)
+
+
+ORDERS = ({}, {"gradient_predivide_factor": 8.0}, {"prescale_gradients": True, "gradient_predivide_factor": 8.0})
+
+
+def divided(rank, world):
+    """For each order of division: what goes into the sum over ranks, and what comes out of training."""
+    results = []
+    sum_over_ranks = dist.all_reduce
+    for keys in ORDERS:
+        sizes = []
+
+        def watched(tensor, *args, sizes=sizes, **kwargs):
+            if tensor.numel() > 1000:
+                sizes.append(float(tensor[:1000].norm()))
+            return sum_over_ranks(tensor, *args, **kwargs)
+
+        dist.all_reduce = watched
+        eng = engine.initialize(build("plain"), config_for(0, 1, 0.5, **keys))
+        norms = train(eng, [token_batch(ROWS, seed=seed) for seed in range(STEPS)], rank, world, 1)
+        dist.all_reduce = sum_over_ranks
+        results.append((sizes[0], norms, whole(eng)))
+    return results
+
+
+def test_the_order_of_division_changes_no_number():
+    expected, expected_norms = reference("plain", 0.5)
+    results = run_ranks(divided, 2)[0]
+    (after, *_), (eighth, *_), (half, *_) = results
+    assert eighth == pytest.approx(after / 8) and half == pytest.approx(after / 2)
+    for _, norms, parameters in results:
         assert norms == pytest.approx(expected_norms, rel=1e-5)
         for name, tensor in parameters.items():
             torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0)

@@ -15,6 +15,7 @@ from rlhf.metrics import (
     write_data_report,
     write_run_json,
 )
+from rlhf.results import read_lines
 from tests.helpers import run_ranks
 
 
