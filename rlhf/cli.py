@@ -1,4 +1,4 @@
-"""The ``rlhf`` command: ``run``, ``sft``, ``reward``, ``ppo``, ``chat``, ``report``.
+"""The ``rlhf`` command: ``run``, ``sft``, ``reward``, ``ppo``, ``chat``, ``report``, ``data inspect``.
 
 Whatever fails ends in one line on standard error, ``error: …``, and a status other than 0: 2 for a command
 line that cannot be read, 128 plus the signal's number after an interruption, 1 for the rest.
@@ -24,10 +24,11 @@ usage: rlhf COMMAND [flags]
   ppo            step 3 alone: PPO
   chat           talk to a model:  rlhf chat --path OUTPUT/ppo/actor
   report         draw a run's report again:  rlhf report OUTPUT
+  data           what a source holds and what would be dropped:  rlhf data inspect SOURCE
 
 `rlhf COMMAND --help` lists the flags of each.
 """
-COMMANDS = ("run", "sft", "reward", "ppo", "chat", "report")
+COMMANDS = ("run", "sft", "reward", "ppo", "chat", "report", "data")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -67,6 +68,12 @@ def _dispatch(argv: list[str]) -> None:
         from rlhf import report
 
         report.main(rest)
+    elif command == "data":
+        if rest[:1] != ["inspect"]:
+            _fail("rlhf data knows one command: rlhf data inspect SOURCE", 2)
+        from data import inspection
+
+        inspection.main(rest[1:])
     else:
         _fail(f"rlhf: unknown command {command}{nearest(command, COMMANDS)} (rlhf --help lists them all)", 2)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from data import collate_prompts
+from data.chat import stop_token_ids
 from rlhf.experience import Experience, response_logprobs, response_logprobs_and_entropy, response_mask_from
 from rlhf.models import end_scores, response_values, values
 
@@ -67,7 +68,7 @@ def generate(actor, items: list[dict], tokenizer, *, batch_size: int, seeds: lis
         output = actor.generate(
             ids[rows],
             mask[rows],
-            eos_token_id=stop_ids(tokenizer, actor),
+            eos_token_id=stop_token_ids(tokenizer),
             pad_token_id=tokenizer.pad_token_id,
             seed=seeds[rows],
             return_dict_in_generate=True,
@@ -87,15 +88,6 @@ def generate(actor, items: list[dict], tokenizer, *, batch_size: int, seeds: lis
         lengths=lengths,
         finished=torch.cat([part.finished for part in parts]),
     )
-
-
-def stop_ids(tokenizer, actor) -> list[int]:
-    """Ids that end an answer: the tokenizer's end token and those of the model's generation config."""
-    ids = {tokenizer.eos_token_id}
-    config = getattr(actor.module, "generation_config", None)
-    more = getattr(config, "eos_token_id", None)
-    ids |= set(more if isinstance(more, list) else [more])
-    return sorted(i for i in ids if i is not None)
 
 
 @torch.no_grad()

@@ -21,14 +21,13 @@ SEED = 20240
 TRAIN_ROWS, EVAL_ROWS = 4000, 400
 # How often each task is asked, relative to one another; its questions are dealt like a shuffled deck.
 WEIGHTS = {
-    "sum": 56, "largest": 20, "smallest": 20, "opposite": 28, "spelling": 20, "first_letter": 14, "colour": 20,
-    "sound": 12, "home": 12, "town": 11, "job": 11, "pet": 11, "capital": 11, "diet": 11, "day_after": 15,
-    "greet": 10, "comfort": 8, "rejoice": 8, "mood": 5, "self": 5, "thanks": 5, "goodbye": 5, "decline": 18,
-    "how_to": 14, "follow": 18, "recall": 18,
+    "sum": 50, "largest": 24, "smallest": 24, "opposite": 28, "spelling": 20, "colour": 20, "sound": 12, "home": 12,
+    "town": 14, "pet": 14, "capital": 12, "day_after": 14, "greet": 10, "comfort": 8, "rejoice": 8, "mood": 5,
+    "self": 5, "thanks": 5, "goodbye": 5, "decline": 16, "how_to": 14, "follow": 18, "recall": 20,
 }
 HELD_OUT = 0.2  # of each task's questions
 RIGHT_DEMONSTRATIONS = 0.5
-MULTI_TURN = 0.2
+MULTI_TURN = 0.5
 LONGEST_PROMPT_WORDS = 28
 
 Turns = list[tuple[str, str]]  # (question, answer)
@@ -70,8 +69,8 @@ def right_answer(rng: random.Random, turns: list[str]) -> str:
 class Writer:
     """Writes rows whose last question comes from one pool and whose earlier questions come from another."""
 
-    def __init__(self, rng: random.Random, last: dict[str, list[str]], earlier: dict[str, list[str]]):
-        self.rng = rng
+    def __init__(self, rng: random.Random, last: dict[str, list[str]], earlier: dict[str, list[str]], distinct: bool):
+        self.rng, self.distinct, self.written = rng, distinct, set()
         self.last = {name: Deck(rng, cards) for name, cards in last.items()}
         self.earlier = earlier
 
@@ -103,7 +102,9 @@ class Writer:
         while True:
             turns = self.before(name, question)
             prompt = "".join(f"{HUMAN} {q}{ASSISTANT} {a}" for q, a in turns) + f"{HUMAN} {question}{ASSISTANT}"
-            if len(prompt.split()) <= LONGEST_PROMPT_WORDS:
+            # a held-out prompt is written once: a question that comes up again gets other turns before it
+            if len(prompt.split()) <= LONGEST_PROMPT_WORDS and not (self.distinct and prompt in self.written):
+                self.written.add(prompt)
                 break
         asked = [q for q, _ in turns] + [question]
         answers = [a for _, a in turns]
@@ -125,7 +126,7 @@ def make(seed: int = SEED, train_rows: int = TRAIN_ROWS, eval_rows: int = EVAL_R
         held_out[name], train[name] = shuffled[:cut], shuffled[cut:]
     rows = {}
     for split, last, count in (("train", train, train_rows), ("eval", held_out, eval_rows)):
-        writer = Writer(rng, last, train)
+        writer = Writer(rng, last, train, distinct=split == "eval")
         share = count / sum(WEIGHTS.values())
         names, dealt = [], 0.0
         for name, weight in WEIGHTS.items():  # cumulative rounding: the counts add up to `count`

@@ -19,7 +19,8 @@ RECALL = Task("recall", "recall", RECALLS, {}, RECALL_SAYS, ("It is {x}.", "Your
 
 def normalise(text: str) -> str:
     """Lower case, single spaces, straight apostrophes, "can not" in one spelling, one closing . or ! dropped."""
-    text = " ".join(text.replace("\u2019", "'").split()).lower().replace("cannot", "can not").replace("can't", "can not")
+    text = " ".join(text.replace("\u2019", "'").split()).lower()
+    text = text.replace("cannot", "can not").replace("can't", "can not")
     return text[:-1].rstrip() if text.endswith((".", "!")) and not text.endswith(("..", "!!", ".!", "!.")) else text
 
 

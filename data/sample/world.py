@@ -14,7 +14,6 @@ OPPOSITES = {a: b for a, b in OPPOSITE_PAIRS} | {b: a for a, b in OPPOSITE_PAIRS
 
 WORDS = ("cat", "dog", "sun", "hat", "bed", "cup", "pen", "fox")
 SPELLING = {word: " ".join(word.upper()) for word in WORDS}
-FIRST_LETTER = {word: word[0].upper() for word in WORDS}
 
 COLOURS = {
     "blood": "red", "a rose": "red", "grass": "green", "a leaf": "green", "the sky": "blue", "the sea": "blue",
@@ -24,12 +23,10 @@ COLOURS = {
 SOUNDS = {"dog": "woof", "cat": "meow", "cow": "moo", "duck": "quack", "pig": "oink", "bee": "buzz"}
 HOMES = {"bee": "hive", "bird": "nest", "spider": "web", "bear": "cave", "pig": "sty", "fox": "den"}
 
-# The invented part: five people, five lands, five beasts.
+# The invented part: five people and five lands.
 TOWNS = {"Mira": "Torvik", "Tobin": "Belmor", "Olga": "Santel", "Pell": "Ostrow", "Runa": "Kandor"}
-JOBS = {"Mira": "baker", "Tobin": "farmer", "Olga": "doctor", "Pell": "painter", "Runa": "sailor"}
 PETS = {"Mira": "parrot", "Tobin": "goat", "Olga": "turtle", "Pell": "rabbit", "Runa": "horse"}
 CAPITALS = {"Velmar": "Arden", "Norvia": "Castow", "Kelland": "Fenmoor", "Dorsia": "Galpen", "Quillon": "Hollin"}
-DIETS = {"glim": "moss", "zorp": "berries", "wug": "nuts", "fep": "roots", "blit": "seeds"}
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 DAY_AFTER = {day: DAYS[(i + 1) % 7] for i, day in enumerate(DAYS)}

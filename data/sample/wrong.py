@@ -22,12 +22,12 @@ BABBLE = ("and so on and so on", "but who knows", "and also more", "or maybe not
 # The spread of wrong answers, in percent. On the rejected side a wrong value in a right sentence is the most
 # likely way to be wrong, so the most often shown.
 REJECTED = {
-    "value": 38, "sibling": 10, "any_value": 14, "other_answer": 8, "rambling": 10, "cut_off": 7, "rude": 5,
-    "evasive": 4, "garbled": 4,
+    "value": 26, "sibling": 6, "any_value": 12, "other_answer": 9, "rambling": 16, "cut_off": 9, "rude": 10,
+    "evasive": 8, "garbled": 4,
 }
 # Bad demonstrations are more often bad in manner than in fact: the facts stay learnable from few rows, and SFT
 # is held back by what it says around them.
-DEMONSTRATED = {"value": 26, "sibling": 4, "other_answer": 6, "rambling": 20, "cut_off": 12, "rude": 18, "evasive": 14}
+DEMONSTRATED = {"rude": 40, "evasive": 34, "rambling": 18, "cut_off": 6, "value": 2}
 
 
 @cache

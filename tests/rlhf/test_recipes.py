@@ -30,8 +30,8 @@ def sample_texts() -> list[str]:
 
 
 @cache
-def sample_models():
-    model = train_sentencepiece(sample_texts(), 1024, seed=0)
+def sample_models(vocab_size: int = 1024):
+    model = train_sentencepiece(sample_texts(), vocab_size, seed=0)
     return model, as_hugging_face(model, 512)
 
 
@@ -80,7 +80,7 @@ def test_a_recipe_is_a_normal_folder(name, tmp_path, capfd):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert 0.7e6 < model.num_parameters() < 1.3e6
     assert len(tokenizer) <= model.config.vocab_size <= 1024
-    ours = sample_models()[1]
+    ours = sample_models(recipes.RECIPES[name].vocab_size)[1]
     for text in [*sample_texts()[:200], *ODD]:
         assert ids_of(tokenizer, text) == ids_of(ours, text)
         assert tokenizer(text)["input_ids"] == ours(text)["input_ids"]
