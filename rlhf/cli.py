@@ -69,13 +69,20 @@ def _dispatch(argv: list[str]) -> None:
 
         report.main(rest)
     elif command == "data":
-        if rest[:1] != ["inspect"]:
-            _fail("rlhf data knows one command: rlhf data inspect SOURCE", 2)
+        _data(rest)
+    else:
+        _fail(f"rlhf: unknown command {command}{nearest(command, COMMANDS)} (rlhf --help lists them all)", 2)
+
+
+def _data(rest: list[str]) -> None:
+    if rest[:1] in (["-h"], ["--help"]):
+        print("usage: rlhf data inspect SOURCE...   (rlhf data inspect --help lists the flags)")
+    elif rest[:1] == ["inspect"]:
         from data import inspection
 
         inspection.main(rest[1:])
     else:
-        _fail(f"rlhf: unknown command {command}{nearest(command, COMMANDS)} (rlhf --help lists them all)", 2)
+        _fail("rlhf data knows one command: rlhf data inspect SOURCE", 2)
 
 
 def _stage(stage: str, argv: list[str]) -> None:

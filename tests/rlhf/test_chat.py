@@ -97,7 +97,7 @@ def model_folder(tmp_path_factory):
         "\n\nHuman: what is one and one?\n\nAssistant: two",
         "\n\nHuman: hello\n\nAssistant: good day",
     ] * 5
-    recipes.build("recipe:llama-1m", texts, folder / "m", seed=3)
+    recipes.build("recipe:llama-1m", texts, folder / "m", seed=4)
     return str(folder / "m")
 
 

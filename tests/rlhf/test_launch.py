@@ -93,13 +93,18 @@ except Interrupted as stop:
 """
 
 
+def heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGKILL"])
 def test_nobody_is_left_when_the_launcher_is_stopped(tmp_path, nproc, name):
     signum = getattr(signal, name)
     environment = {**os.environ, "FAKE_MODE": "hang", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", LAUNCHER, str(nproc), *argv(tmp_path)]
-    launcher = subprocess.Popen(command, env=environment)
+    # A shell's background job hands SIGINT down ignored, and an ignored signal stays so (by design): not here.
+    launcher = subprocess.Popen(command, env=environment, preexec_fn=heed_interrupts)
     try:
         wait_for(lambda: len(pids(tmp_path)) == nproc + 1, "the ranks and a child of rank 0")
         wait_for(lambda: all((tmp_path / "sft" / n).read_text() for n in pids(tmp_path)), "their numbers")
