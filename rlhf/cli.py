@@ -77,6 +77,7 @@ def _dispatch(argv: list[str]) -> None:
 def _data(rest: list[str]) -> None:
     if rest[:1] in (["-h"], ["--help"]):
         print("usage: rlhf data inspect SOURCE...   (rlhf data inspect --help lists the flags)")
+        raise SystemExit(0)
     elif rest[:1] == ["inspect"]:
         from data import inspection
 
