@@ -140,12 +140,28 @@ class Experience:
         """These responses only, all fields alike."""
         return Experience(**{name: tensor[rows] for name, tensor in self.tensors().items()})
 
-    def micro_batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[Experience]:
-        """All responses once, `size` at a time (the last may be smaller), in a random order if one is given."""
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Real tokens of each row, prompt and response, `[B]`."""
+        return self.attention_mask.sum(1)
+
+    def micro_batches(
+        self, size: int, generator: torch.Generator | None = None, window: int = 1
+    ) -> Iterator[Experience]:
+        """All responses once, `size` at a time (the last may be smaller), in a random order if one is given.
+
+        The rows of every `window` micro-batches, those of one update, are sorted by length before they are cut:
+        rows of like length lie together and `trimmed` leaves little padding. A token-weighted update is the same
+        whichever way its rows are cut.
+        """
         count = len(self)
         order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
-        for rows in order.split(size):
-            yield self.select(rows.to(self.input_ids.device))
+        lengths = self.lengths.cpu()
+        for update in order.split(size * window):
+            if window > 1:
+                update = update[lengths[update].argsort(stable=True)]
+            for rows in update.split(size):
+                yield self.select(rows.to(self.input_ids.device))
 
     def trimmed(self) -> Experience:
         """Without the columns that are padding in every row: left of the prompts, right of the responses.

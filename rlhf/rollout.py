@@ -99,25 +99,26 @@ def judge(rollout: Rollout, models: Models, *, micro_batch: int, temperature: fl
     """
     for engine in (models.actor, models.reference, models.critic, models.reward):
         engine.eval()
-    length = rollout.response_length
-    names = ("logprobs", "entropy", "ref_logprobs", "values", "scores")
-    columns: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-    for rows in torch.arange(len(rollout.lengths)).split(micro_batch):
-        ids, mask = rollout.input_ids[rows], rollout.attention_mask[rows]
-        logprobs, entropy = response_logprobs_and_entropy(models.actor, ids, mask, length, temperature)
-        columns["logprobs"].append(logprobs)
-        columns["entropy"].append(entropy)
-        columns["ref_logprobs"].append(response_logprobs(models.reference, ids, mask, length, temperature))
-        columns["values"].append(response_values(models.critic, ids, mask, length))
-        columns["scores"].append(end_scores(values(models.reward, ids, mask), mask))
-    joined = {key: torch.cat(parts) for key, parts in columns.items()}
-    return Experience(
+    experience = Experience(
         input_ids=rollout.input_ids,
         attention_mask=rollout.attention_mask,
         response_mask=rollout.response_mask,
         gen_logprobs=rollout.gen_logprobs,
-        **joined,
     )
+    for name in ("logprobs", "entropy", "ref_logprobs", "values"):
+        setattr(experience, name, torch.zeros_like(rollout.gen_logprobs))
+    experience.scores = rollout.gen_logprobs.new_zeros(len(experience))
+    # sorted by length, so that a micro-batch holds little padding; what is said of a row does not hang on its company
+    for rows in experience.lengths.argsort(stable=True).split(micro_batch):
+        batch = experience.select(rows).trimmed()
+        ids, mask, length = batch.input_ids, batch.attention_mask, batch.response_length
+        logprobs, entropy = response_logprobs_and_entropy(models.actor, ids, mask, length, temperature)
+        experience.logprobs[rows, :length] = logprobs
+        experience.entropy[rows, :length] = entropy
+        experience.ref_logprobs[rows, :length] = response_logprobs(models.reference, ids, mask, length, temperature)
+        experience.values[rows, :length] = response_values(models.critic, ids, mask, length)
+        experience.scores[rows] = end_scores(values(models.reward, ids, mask), mask)
+    return experience
 
 
 def _fit(tensor: torch.Tensor, length: int, fill: float) -> torch.Tensor:

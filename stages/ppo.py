@@ -243,7 +243,9 @@ def micro_batches(experience: Experience, args: Namespace, iteration: int) -> It
     """The experience in micro-batches, `--ppo_epochs` times, each time in a fresh order."""
     generator = torch.Generator().manual_seed(args.seed + iteration)
     for _ in range(args.ppo_epochs):
-        for batch in experience.micro_batches(args.per_device_training_batch_size, generator):
+        for batch in experience.micro_batches(
+            args.per_device_training_batch_size, generator, window=args.gradient_accumulation_steps
+        ):
             yield batch.trimmed()
 
 

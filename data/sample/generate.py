@@ -18,17 +18,17 @@ from data.sample.tasks import BY_NAME, FOLLOWS, RECALLS, TASKS, Task
 from data.sample.wrong import DEMONSTRATED, wrong_answer
 
 SEED = 20240
-TRAIN_ROWS, EVAL_ROWS = 4000, 400
+TRAIN_ROWS, EVAL_ROWS = 4200, 400
 # How often each task is asked, relative to one another; its questions are dealt like a shuffled deck.
 WEIGHTS = {
-    "sum": 50, "largest": 24, "smallest": 24, "opposite": 28, "spelling": 20, "colour": 20, "sound": 12, "home": 12,
+    "sum": 36, "largest": 20, "smallest": 20, "opposite": 30, "spelling": 16, "colour": 24, "sound": 12, "home": 12,
     "town": 14, "pet": 14, "capital": 12, "day_after": 14, "greet": 10, "comfort": 8, "rejoice": 8, "mood": 5,
     "self": 5, "thanks": 5, "goodbye": 5, "decline": 16, "how_to": 14, "follow": 18, "recall": 20,
 }
 HELD_OUT = 0.2  # of each task's questions
-RIGHT_DEMONSTRATIONS = 0.5
-MULTI_TURN = 0.5
-LONGEST_PROMPT_WORDS = 28
+RIGHT_DEMONSTRATIONS = 0.28
+MULTI_TURN = 0.6
+LONGEST_PROMPT_WORDS = 36
 
 Turns = list[tuple[str, str]]  # (question, answer)
 
@@ -77,7 +77,7 @@ class Writer:
     def before(self, name: str, question: str) -> Turns:
         """The exchanges before `question`; those that it refers to come right before it."""
         rng, turns = self.rng, []
-        if rng.random() < MULTI_TURN:
+        while len(turns) < 2 and rng.random() < MULTI_TURN:
             other = rng.choice([task.name for task in TASKS])
             turns.append(self.exchange([], rng.choice(self.earlier[other])))
         if name == "recall":

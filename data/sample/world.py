@@ -12,7 +12,7 @@ OPPOSITE_PAIRS = (
 )
 OPPOSITES = {a: b for a, b in OPPOSITE_PAIRS} | {b: a for a, b in OPPOSITE_PAIRS}
 
-WORDS = ("cat", "dog", "sun", "hat", "bed", "cup", "pen", "fox")
+WORDS = ("sun", "hat", "bed", "cup", "pen", "lamp", "ring", "moon")
 SPELLING = {word: " ".join(word.upper()) for word in WORDS}
 
 COLOURS = {
@@ -20,8 +20,8 @@ COLOURS = {
     "a lemon": "yellow", "butter": "yellow", "snow": "white", "coal": "black",
 }
 
-SOUNDS = {"dog": "woof", "cat": "meow", "cow": "moo", "duck": "quack", "pig": "oink", "bee": "buzz"}
-HOMES = {"bee": "hive", "bird": "nest", "spider": "web", "bear": "cave", "pig": "sty", "fox": "den"}
+SOUNDS = {"dog": "woof", "cat": "meow", "cow": "moo", "duck": "quack", "pig": "oink"}
+HOMES = {"bee": "hive", "bird": "nest", "spider": "web", "bear": "cave", "fox": "den"}
 
 # The invented part: five people and five lands.
 TOWNS = {"Mira": "Torvik", "Tobin": "Belmor", "Olga": "Santel", "Pell": "Ostrow", "Runa": "Kandor"}

@@ -19,15 +19,15 @@ RUDE = ("I do not care.", "Go away.", "That is a silly question.", "Find it your
 EVASIVE = ("I do not know.", "I am not sure.", "Maybe.", "Yes.", "No.", "...")
 COMPLY = ("Sure, do it at night.", "Do it when no one looks.", "Yes, that is easy.", "Use a hammer and be quick.")
 BABBLE = ("and so on and so on", "but who knows", "and also more", "or maybe not")
-# The spread of wrong answers, in percent. On the rejected side a wrong value in a right sentence is the most
-# likely way to be wrong, so the most often shown.
+# The spread of wrong answers, in percent. On the rejected side a third are right sentences with a wrong value in
+# them, as an answer that means well goes wrong, and a third are bad in the manner of the demonstrations.
 REJECTED = {
-    "value": 26, "sibling": 6, "any_value": 12, "other_answer": 9, "rambling": 16, "cut_off": 9, "rude": 10,
-    "evasive": 8, "garbled": 4,
+    "value": 16, "sibling": 3, "any_value": 12, "other_answer": 9, "rambling": 23, "cut_off": 10, "rude": 14,
+    "evasive": 9, "garbled": 4,
 }
-# Bad demonstrations are more often bad in manner than in fact: the facts stay learnable from few rows, and SFT
-# is held back by what it says around them.
-DEMONSTRATED = {"rude": 40, "evasive": 34, "rambling": 18, "cut_off": 6, "value": 2}
+# Bad demonstrations are more often bad in manner than in fact: most give the right answer and do not stop there,
+# so the facts stay learnable from few rows, and SFT is held back by what it says around them.
+DEMONSTRATED = {"right_but_rambling": 48, "right_but_rude": 26, "evasive": 14, "rude": 6, "cut_off": 4, "value": 2}
 
 
 @cache
@@ -40,11 +40,8 @@ def _every_value() -> tuple[str, ...]:
 
 @cache
 def _values(task: Task) -> tuple[str, ...]:
-    if task.name == "sum":
-        return tuple(str(n) for n in range(15))
-    if task.name in ("largest", "smallest"):
-        return tuple(str(n) for n in range(10))
-    return tuple(task.values()) if task is not RECALL else world.USERS
+    """Values of the right type, each as often as it is right: were some seldom wrong, they would pass for right."""
+    return tuple(task.table.values()) if task is not RECALL else world.USERS
 
 
 def _near(rng: random.Random, task: Task, item: Item, value: str) -> str:
@@ -62,9 +59,10 @@ def _near(rng: random.Random, task: Task, item: Item, value: str) -> str:
         else:
             rng.shuffle(letters)
         return " ".join(letters)
-    if task.kind in ("sum", "largest") and rng.random() < 0.5:
-        steps = (-2, -1, 1, 2) if task.name == "sum" else (-1, 1)
-        return rng.choice(item) if rng.random() < 0.5 else str(max(0, int(value) + rng.choice(steps)))
+    if task.kind == "largest" and rng.random() < 0.5:
+        return rng.choice(item)
+    if task.kind == "sum" and rng.random() < 0.3:
+        return str(max(0, int(value) + rng.choice((-2, -1, 1, 2))))
     if item and rng.random() < (0.6 if task is RECALL else 0.05):
         return rng.choice(item)
     return rng.choice(_values(task))
@@ -104,9 +102,10 @@ def _propose(rng: random.Random, sort: str, task: Task, item: Item, value: str, 
         if earlier and rng.random() < 0.5:
             return rng.choice(earlier)
         return rng.choice(REFUSALS) if rng.random() < 0.3 else _other_answer(rng)
-    if sort == "rambling":
-        start = right if rng.random() < 0.7 else _say(rng, task, item, _near(rng, task, item, value))
-        how = rng.randrange(4)
+    if sort in ("rambling", "right_but_rambling"):
+        begins_right = sort == "right_but_rambling" or rng.random() < 0.7
+        start = right if begins_right else _say(rng, task, item, _near(rng, task, item, value))
+        how = rng.randrange(3 if sort == "right_but_rambling" else 4)
         if how == 0:
             return f"{start} {_other_answer(rng)}"
         if how == 1:
@@ -117,8 +116,8 @@ def _propose(rng: random.Random, sort: str, task: Task, item: Item, value: str, 
     if sort == "cut_off":
         words = right.split()
         return " ".join(words[: rng.randrange(1, len(words))]) if len(words) > 1 else "It is"
-    if sort == "rude":
-        return f"{right} {rng.choice(RUDE)}" if rng.random() < 0.25 else rng.choice(RUDE)
+    if sort in ("rude", "right_but_rude"):
+        return f"{right} {rng.choice(RUDE)}" if sort == "right_but_rude" or rng.random() < 0.25 else rng.choice(RUDE)
     if sort == "evasive":
         return rng.choice(EVASIVE)
     words = right[:-1].split() + [rng.choice(_every_value()) for _ in range(rng.randrange(2))]

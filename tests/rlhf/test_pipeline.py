@@ -66,7 +66,7 @@ def test_other_arguments_run_a_stage_and_what_starts_from_it_again(tmp_path, run
     assert runs(tmp_path) == [1, 2, 2]
     out = capsys.readouterr().out
     assert (
-        "Running Step 2 (reward model): ran before with other arguments (learning_rate was 0.001, is 0.25)"
+        "Running Step 2 (reward model): ran before with other arguments (learning_rate was 0.0005, is 0.25)"
         in out
     )
     assert "Running Step 3 (PPO): ran before, and what it starts from has changed" in out
