@@ -49,8 +49,8 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 def parse(parser: Parser, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read ``argv`` (default: this process's). Any error is one line and ``SystemExit(2)``."""
-    argv = list(sys.argv[1:] if argv is None else argv)
     known = flags_of(parser)
+    argv = spelled(sys.argv[1:] if argv is None else argv, known)
     # Looked at first: argparse would complain of a missing required flag before it names the misspelt one.
     for word in argv:
         name = word.split("=")[0]
@@ -60,6 +60,17 @@ def parse(parser: Parser, argv: Sequence[str] | None = None) -> argparse.Namespa
     if extra:
         parser.error(f"unexpected argument {extra[0]!r}")
     return args
+
+
+def spelled(argv: Sequence[str], known: Sequence[str]) -> list[str]:
+    """``argv`` with every flag as its parser spells it: ``--output-dir`` and ``--output_dir`` mean the same."""
+    folded = {flag.replace("_", "-"): flag for flag in known}
+    words = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        meant = folded.get(name.replace("_", "-"), name) if name.startswith("--") and name not in known else name
+        words.append(meant + equals + value)
+    return words
 
 
 def flags_of(parser: argparse.ArgumentParser) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf.flags import non_negative_int, positive_int
+from rlhf.flags import flags_of, non_negative_int, positive_int, spelled
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def take_launch_flags(argv: Sequence[str]) -> tuple[int, Nodes, list[str]]:
     """Split a stage's command line into how to start it, ``(nproc, nodes)``, and the stage's own flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_launch_flags(parser)
-    args, rest = parser.parse_known_args(list(argv))
+    args, rest = parser.parse_known_args(spelled(argv, flags_of(parser)))
     return (*launch_plan(args), rest)
 
 

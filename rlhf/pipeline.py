@@ -20,7 +20,7 @@ from rich.console import Console
 
 from rlhf import pipeline_recipes, report
 from rlhf.arguments import STAGE_PARSERS, parse
-from rlhf.flags import Parser
+from rlhf.flags import Parser, flags_of, spelled
 from rlhf.launch import run_stage
 from rlhf.launch_flags import Nodes, add_launch_flags, launch_plan
 from rlhf.pipeline_state import changed_arguments, has_checkpoint, is_newer, read_run, remove_checkpoints
@@ -92,7 +92,8 @@ def main(argv: Sequence[str]) -> None:
         StageFailed: a stage did not end well; later ones were not started.
         ValueError, FileNotFoundError: what was asked for cannot be run.
     """
-    args = parse(parser(), join_pass_through(argv))
+    flags = parser()
+    args = parse(flags, join_pass_through(spelled(argv, flags_of(flags))))
     if args.deployment_type == "multi_node" and args.nnodes < 2:
         raise ValueError("--deployment-type multi_node needs --nnodes, --node_rank and --master_addr")
     if args.deployment_type == "single_gpu":

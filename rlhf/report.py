@@ -138,7 +138,10 @@ def print_samples(samples: Sequence[Mapping[str, Any]], console: Console) -> Non
 
 
 def _number(value: float | None, spec: str) -> str:
-    return "not measured" if value is None else format(value, spec)
+    if value is None:
+        return "not measured"
+    text = format(value, spec)
+    return text.removeprefix("-") if not text.strip("-0.%") else text  # an estimate of 0 may lie just below it
 
 
 def _percent(value: float | None) -> str:

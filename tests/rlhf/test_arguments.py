@@ -98,7 +98,7 @@ def error_of(capsys, build, argv):
     ("slip", "meant"),
     [
         ("--lerning_rate", "--learning_rate"),
-        ("--learning-rate", "--learning_rate"),
+        ("--learning-rat", "--learning_rate"),
         ("--model_name_or_pth", "--model_name_or_path"),
         ("--max_seq_length", "--max_seq_len"),
         ("--zerostage", "--zero_stage"),
@@ -108,6 +108,11 @@ def test_a_misspelt_flag_offers_the_nearest(capsys, slip, meant):
     # Named even though required flags are missing too.
     assert f"unknown flag {slip}; did you mean {meant}?" in error_of(capsys, sft_parser, [slip, "3"])
     assert f"did you mean {meant}?" in error_of(capsys, sft_parser, [f"{slip}=3", *MODEL])
+
+
+def test_hyphens_and_underscores_are_alike():
+    args = parse(sft_parser(), ["--learning-rate", "3", "--max-seq_len=7", "--model-name-or-path", "a_b", *MODEL[2:]])
+    assert (args.learning_rate, args.max_seq_len, args.model_name_or_path) == (3.0, 7, "a_b")
 
 
 def test_a_flag_like_nothing_offers_nothing(capsys):

@@ -34,7 +34,7 @@ def pids(tmp_path):
 
 
 def wait_for(condition, what):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120  # starting torch thrice on a busy machine takes its time
     while not condition():
         assert time.monotonic() < deadline, f"still waiting for {what}"
         time.sleep(0.1)
@@ -175,6 +175,7 @@ def test_errors_in_one_line():
 def test_launch_flags_are_taken_out(monkeypatch):
     monkeypatch.setenv("NPROC", "3")
     assert take_launch_flags(["--seed", "1", "--nproc", "2"]) == (2, ONE_NODE, ["--seed", "1"])
+    assert take_launch_flags(["--nnodes", "2", "--node-rank=1"])[1].rank == 1
     nproc, nodes, rest = take_launch_flags(
         ["--nnodes", "2", "--node_rank", "1", "--master_addr", "h", "--lr", "3"]
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf import pipeline
+from rlhf.flags import spelled
 from rlhf.launch import StageFailed, run_stage
 from rlhf.pipeline_recipes import PRETRAINED, SAMPLE, SAMPLE_JUDGE
 from rlhf.pipeline_state import changed_arguments, read_run
@@ -126,7 +127,7 @@ def test_one_step_needs_the_ones_it_starts_from(tmp_path, run):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--actor_model", "x"], "unknown flag --actor_model; did you mean --actor-model?"),
+        (["--actor_modl", "x"], "unknown flag --actor_modl; did you mean --actor-model?"),
         (
             ["--sft-args", "--lerning_rate 1"],
             "rlhf sft: unknown flag --lerning_rate; did you mean --learning_rate?",
@@ -141,6 +142,11 @@ def test_slips_are_one_line_before_anything_starts(tmp_path, run, capsys, flags,
     error = capsys.readouterr().err
     assert stop.value.code == 2 and words in error and error.count("\n") == 1
     assert runs(tmp_path) == [0, 0, 0]
+
+
+def test_pass_through_flags_are_read_in_either_spelling():
+    words = pipeline.join_pass_through(spelled(["--sft_args", "--resume", "--output_dir", "a_b"], ["--sft-args"]))
+    assert words == ["--sft-args=--resume", "--output_dir", "a_b"]
 
 
 def test_several_machines_need_an_address(run):

@@ -47,6 +47,13 @@ def text_of(call, *args):
     return console.file.getvalue()
 
 
+@pytest.mark.parametrize(
+    "value, text", [(-0.0004, "0.000"), (-0.0006, "-0.001"), (0.0, "0.000"), (-10.0, "-10.000"), (None, "not measured")]
+)
+def test_a_figure_next_to_zero_has_no_sign(value, text):
+    assert report._number(value, ".3f") == text
+
+
 def test_a_pipeline_part_of_the_way_knows_what_it_knows(tmp_path):
     sft(tmp_path / "sft")
     found = read_folder(tmp_path)
