@@ -44,7 +44,7 @@ SAMPLE: dict[str, Flags] = {
         "per_device_training_batch_size": 32,
         "gradient_accumulation_steps": 4,
         "num_train_epochs": 100,
-        "max_steps": 100,
+        "max_steps": 80,
         "actor_learning_rate": 4e-4,
         "critic_learning_rate": 1e-3,
         "num_warmup_steps": 5,

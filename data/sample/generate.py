@@ -26,7 +26,7 @@ WEIGHTS = {
     "self": 5, "thanks": 5, "goodbye": 5, "decline": 16, "how_to": 14, "follow": 18, "recall": 20,
 }
 HELD_OUT = 0.2  # of each task's questions
-RIGHT_DEMONSTRATIONS = 0.28
+RIGHT_DEMONSTRATIONS = 0.2
 MULTI_TURN = 0.6
 LONGEST_PROMPT_WORDS = 36
 

@@ -49,7 +49,7 @@ def test_every_chosen_answer_is_right_and_every_rejected_one_wrong():
 
 def test_demonstrations_are_mediocre():
     right = sum(gold.score(row["prompt"], row["response"]) for row in TRAIN) / len(TRAIN)
-    assert 0.2 < right < 0.6
+    assert 0.15 < right < 0.6
 
 
 def questions(prompt: str) -> list[str]:
