@@ -242,10 +242,11 @@ def add_advantages(experience: Experience, scale: ScoreScale, kl_ctl: float, arg
 def micro_batches(experience: Experience, args: Namespace, iteration: int) -> Iterator[Experience]:
     """The experience in micro-batches, `--ppo_epochs` times, each time in a fresh order."""
     generator = torch.Generator().manual_seed(args.seed + iteration)
+    size, window = args.per_device_training_batch_size, args.gradient_accumulation_steps
+    if -(-len(experience) // size) % window:
+        window = 1  # updates reach over the end of an epoch: sorted rows would give each other lengths, not a fair mix
     for _ in range(args.ppo_epochs):
-        for batch in experience.micro_batches(
-            args.per_device_training_batch_size, generator, window=args.gradient_accumulation_steps
-        ):
+        for batch in experience.micro_batches(size, generator, window):
             yield batch.trimmed()
 
 

@@ -127,10 +127,12 @@ def test_a_stage_without_a_launcher_prints_its_own_error(tmp_path):
 
 
 def test_a_folder_named_data_where_the_user_stands_does_not_hide_ours(tmp_path, monkeypatch):
-    (tmp_path / "rlhf").mkdir()
-    (tmp_path / "rlhf" / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    for name in ("data", "rlhf", "engine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('the wrong one')")
     monkeypatch.chdir(tmp_path)
     run_stage("sft", argv(tmp_path), module=FAKE)
+    assert (tmp_path / "sft" / "run.json").exists()
 
 
 def test_two_machines_meet(tmp_path):
