@@ -35,10 +35,6 @@ class Task:
     def statement(self, template: str, item: Item, value: str) -> str:
         return template.format(x=value, **dict(zip("abc", item, strict=False)))
 
-    def values(self) -> list[str]:
-        """Every value an answer to this task can have, in a fixed order."""
-        return sorted(set(self.table.values()))
-
 
 def _single(table: Mapping[str, str]) -> dict[Item, str]:
     return {(key,): value for key, value in table.items()}

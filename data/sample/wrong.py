@@ -2,7 +2,7 @@
 
 A reward model only knows what its pairs have shown it. Were the rejected answers of one narrow style, PPO would
 soon find wrong answers that no pair had ever shown ("the largest is 29"), and the score would rise while the
-answers got worse. So most wrong answers here are right ones in everything but their content, the content is
+answers got worse. So many wrong answers here are right ones in everything but their content, the content is
 drawn from all a policy could say in that place, and the rest covers the other ways out: off-topic, rude, cut
 off, rambling, evasive, garbled.
 """
