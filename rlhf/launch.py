@@ -214,6 +214,7 @@ def _stage_environment(nproc: int) -> Iterator[None]:
         "OMP_NUM_THREADS": str(max(1, cores // nproc)),
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # else ranks whose launcher was killed print frames of a broken store
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     }

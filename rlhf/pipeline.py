@@ -153,7 +153,7 @@ def run(steps: Sequence[Step], output: Path, nproc: int, nodes: Nodes) -> None:
         console.print(f"[bold]Running {step.title}[/bold]{verdict and f': {verdict}'}")
         if verdict == GOES_ON:
             words = [*words, "--resume"]
-        elif main_node:
+        elif main_node and not step.args.resume:
             remove_checkpoints(step.folder)
         started = time.monotonic()
         run_stage(step.stage, words, nproc, nodes)

@@ -148,7 +148,8 @@ def main(argv: list[str] | None = None) -> None:
     writer.log_eval(actor.global_steps, evaluator.run(models, "after"))
     output = Path(args.output_dir)
     save_model(actor, tokenizer, output / "actor")
-    save_model(critic, tokenizer, output / "critic")
+    # the critic's own tokenizer: the stock classes find a text's end by its padding token, which the actor's may lack
+    save_model(critic, load_tokenizer(args.critic_model_name_or_path), output / "critic")
     if args.enable_ema:
         save_model(actor, tokenizer, output / "actor_ema", ema=True)
     writer.close()

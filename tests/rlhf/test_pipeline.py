@@ -117,6 +117,15 @@ def test_a_stage_cut_short_goes_on_from_its_checkpoint(tmp_path, run, capsys):
     assert not (folder / "checkpoints" / "latest").exists()
 
 
+def test_a_resume_that_was_asked_for_keeps_what_it_resumes_from(tmp_path, run, capsys):
+    run("--step", "1", "--sft-args", "--save_interval 1")
+    folder = tmp_path / "out" / "sft"
+    run("--step", "1", "--sft-args", "--learning_rate 1 --resume")
+    assert "ran before with other arguments (" in capsys.readouterr().out
+    assert (folder / "resumed").read_text() == "True"
+    assert (folder / "checkpoints" / "latest").exists()
+
+
 def test_one_step_needs_the_ones_it_starts_from(tmp_path, run):
     with pytest.raises(FileNotFoundError, match=r"Step 3 \(PPO\) starts from .*sft.*: run --step 1 first"):
         run("--step", "3")

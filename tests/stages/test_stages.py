@@ -226,6 +226,25 @@ def test_the_reward_folder_scores_as_the_stage_does(chain):
             assert float(stock(ids).logits) == pytest.approx(float(score), abs=1e-5)
 
 
+@pytest.mark.parametrize("pad", ["eos", "none"])
+def test_stock_classes_score_in_batches_where_the_base_has_no_padding_of_its_own(tmp_path, data, pad):
+    base, reward = tiny_models.folder(pad=pad), tmp_path / "reward"
+    run("reward", reward, data, model_name_or_path=base, per_device_train_batch_size=2, max_steps=1)
+    run("ppo", tmp_path / "ppo", data, **{**PPO_SMALL, **ppo_models(base, reward), "max_steps": 1})
+    for folder in (reward, tmp_path / "ppo" / "critic"):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        stock = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+        end = tokenizer.eos_token
+        texts = [f"Say red. It is red.{end}", f"Say.{end}", f"Say six, please, please. It is six again again.{end}"]
+        for side in ("right", "left"):
+            tokenizer.padding_side = side
+            batch = tokenizer(texts, padding=True, return_tensors="pt")
+            with torch.no_grad():
+                scores = stock(**batch).logits[:, 0].tolist()
+                alone = [float(stock(**tokenizer(text, return_tensors="pt")).logits) for text in texts]
+            assert scores == pytest.approx(alone, abs=1e-5), side
+
+
 @pytest.mark.parametrize("pair_loss", ["end", "token"])
 def test_pair_losses_train(tmp_path, data, pair_loss):
     flags = {"per_device_train_batch_size": 6, "num_train_epochs": 12, "learning_rate": 3e-3, "data_split": "0,1,0"}
