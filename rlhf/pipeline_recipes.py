@@ -35,7 +35,7 @@ SAMPLE: dict[str, Flags] = {
         "num_warmup_steps": 20,
     },
     # Scores are brought to one scale on the SFT model's answers; the rate falls to 0 and the KL coefficient is small,
-    # which held the KL between 1.5 and 2 nats. Larger rates leave the neighbourhood that the reward model can judge.
+    # which held the KL at 1.5 to 2 nats. Larger rates leave the neighbourhood that the reward model can judge.
     "ppo": {
         "data_split": SAMPLE_SPLIT,
         "max_prompt_seq_len": 96,
