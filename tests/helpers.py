@@ -6,6 +6,7 @@ for each would spend seconds on imports alone.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -38,6 +39,7 @@ def _rank_main(
         OMP_NUM_THREADS="1",
         HF_HUB_OFFLINE="1",
     )
+    faulthandler.enable()  # a rank that dies in native code says where it was
     import torch
 
     import engine
@@ -49,7 +51,8 @@ def _rank_main(
         outcome = ("ok", fn(rank, world_size, *args))
     except BaseException:  # noqa: BLE001 - handed to the parent, which raises it
         outcome = ("error", traceback.format_exc())
-    Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(outcome))
+    Path(folder, f"{rank}.tmp").write_bytes(pickle.dumps(outcome))
+    Path(folder, f"{rank}.tmp").rename(Path(folder, f"{rank}.pkl"))  # whole or not there for who looks meanwhile
     if outcome[0] == "error":
         os._exit(1)
     torch.distributed.destroy_process_group()
@@ -96,16 +99,21 @@ def _collect(processes: list, folder: Path, timeout: float) -> list[Any]:
         if time.monotonic() > deadline:
             raise TimeoutError(f"a rank is still busy after {timeout} s")
         time.sleep(0.05)
-    results = []
-    for rank in range(len(processes)):
-        path = folder / f"{rank}.pkl"
-        if not path.exists():
-            continue
-        kind, value = pickle.loads(path.read_bytes())
+    outcomes = {
+        rank: pickle.loads((folder / f"{rank}.pkl").read_bytes())
+        for rank in range(len(processes))
+        if (folder / f"{rank}.pkl").exists()
+    }
+    # also a rank that had done its work and died while it left
+    died = [
+        f"rank {rank} (exit code {process.exitcode})"
+        for rank, process in enumerate(processes)
+        if process.exitcode not in (None, 0) and outcomes.get(rank, ("ok",))[0] == "ok"
+    ]
+    why = f"died without a word: {', '.join(died)}" if died else ""
+    for rank, (kind, value) in sorted(outcomes.items()):
         if kind == "error":
-            raise AssertionError(f"rank {rank} failed:\n{value}")
-        results.append(value)
-    if len(results) != len(processes):
-        codes = [process.exitcode for process in processes]
-        raise AssertionError(f"a rank died without a word: exit codes {codes}")
-    return results
+            raise AssertionError(f"rank {rank} failed; {why}\n{value}")
+    if died:
+        raise AssertionError(why)
+    return [value for _, (_, value) in sorted(outcomes.items())]
