@@ -10,7 +10,7 @@ import numpy as np
 
 from data import cache
 from data.items import STAGES, Refused, Rules, make_items
-from data.loading import new_report, read_rows
+from data.loading import BadRows, new_report, read_rows
 from data.pairing import Pool, Scored, is_scored
 from data.report import OTHER_STAGES, SourceReport, summary, totals
 from data.shapes import Row
@@ -46,7 +46,7 @@ class Builder:
         sources: opened sources and the shares by which each is dealt.
         tokenizer, rules: how rows become items.
         seed, eval_fraction: of the deal.
-        on_bad_row: "drop" or "error".
+        bad_rows: what becomes of rows that cannot be used.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Builder:
         rules: Rules,
         seed: int,
         eval_fraction: float,
-        on_bad_row: str,
+        bad_rows: BadRows,
     ):
         self.sources, self.tokenizer, self.rules = sources, tokenizer, rules
-        self.seed, self.eval_fraction, self.on_bad_row = seed, eval_fraction, on_bad_row
+        self.seed, self.eval_fraction, self.bad_rows = seed, eval_fraction, bad_rows
 
     def find_or_build(self, output: Path, min_train: int) -> tuple[Path, dict[str, Any]]:
         """(folder, report) of the cache under `output`, built when it is not there.
@@ -72,7 +72,7 @@ class Builder:
             (asdict(opened.source), str(ratios), found)
             for (opened, ratios), found in zip(self.sources, hashes, strict=True)
         ]
-        settings = [CACHE_VERSION, asdict(self.rules), self.seed, self.eval_fraction, self.on_bad_row]
+        settings = [CACHE_VERSION, asdict(self.rules), self.seed, self.eval_fraction, asdict(self.bad_rows)]
         key = cache.key_of([described, cache.tokenizer_hash(self.tokenizer), settings])
         folder = output / f"{self.rules.stage}_{key[:32]}"
         report = cache.build_once(folder, lambda temporary: self.build(temporary, hashes))["report"]
@@ -86,9 +86,10 @@ class Builder:
         if train >= needed and (held_out or self.eval_fraction == 0):
             return
         part = "evaluation" if train >= needed else "training"
+        mend = "raise eval_fraction, or set it to 0 to do without" if train >= needed else "give more data"
         raise ValueError(
             f"too few {part} rows for stage {self.rules.stage}: {train} to train on (at least {needed}), {held_out} "
-            f"to evaluate with (at least {int(self.eval_fraction > 0)}); {'; '.join(report['lines'])}"
+            f"to evaluate with (at least {int(self.eval_fraction > 0)}): {mend}; {'; '.join(report['lines'])}"
         )
 
     def build(self, folder: Path, hashes: list[str]) -> dict[str, Any]:
@@ -145,7 +146,7 @@ class Builder:
         """Adds the records that `deal` gives to this stage, in batches."""
         batch: list[tuple[int, str, list[Row]]] = []
         pool = Pool()
-        found = read_rows(records, opened.source, report, on_bad_row=self.on_bad_row, wanted=deal.refuse)
+        found = read_rows(records, opened.source, report, bad_rows=self.bad_rows, wanted=deal.refuse)
         for number, place, rows in found:
             if self.rules.stage == "reward" and len(rows) == 1 and is_scored(rows[0]):
                 pool.add(Scored(number, place, rows[0]))

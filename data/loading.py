@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from data.files import BadRecord
@@ -11,11 +12,29 @@ from data.shapes import Row, normalise
 from data.sources import Opened, Records, Source, SourceLike, open_source
 from data.turns import RowError
 
-MAX_MALFORMED = 0.5
-"""Share of malformed rows above which a source is refused."""
 CHECK_AFTER = 1000
 
-ON_BAD_ROW = ("drop", "error")
+
+@dataclass(frozen=True)
+class BadRows:
+    """What becomes of rows that cannot be used.
+
+    Args:
+        action: "drop" counts them by reason, "error" stops at the first that cannot be read.
+        limit: share of a source's rows that cannot be read (`data.report.MALFORMED`) above which it is refused.
+
+    Raises:
+        ValueError: another action, or a limit outside [0, 1].
+    """
+
+    action: str = "drop"
+    limit: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.action not in ("drop", "error"):
+            raise ValueError(f"on_bad_row {self.action!r} must be drop or error")
+        if not 0 <= self.limit <= 1:
+            raise ValueError(f"max_bad_rows {self.limit} must be a share of the rows, from 0 to 1")
 
 
 def read_rows(
@@ -23,7 +42,7 @@ def read_rows(
     source: Source,
     report: SourceReport,
     *,
-    on_bad_row: str = "drop",
+    bad_rows: BadRows = BadRows(),  # noqa: B008 - it is frozen
     wanted: Callable[[int], str | None] = lambda number: None,
 ) -> Iterator[tuple[int, str, list[Row]]]:
     """(number, place, rows) of every usable record, as a stream.
@@ -32,14 +51,12 @@ def read_rows(
         records: what to read.
         source: its `columns` rename and its `shape` fixes.
         report: counts what was read and dropped.
-        on_bad_row: "drop" counts a bad row, "error" stops at it.
+        bad_rows: what becomes of rows that cannot be used.
         wanted: tells for a record's number why it is not wanted, or None.
 
     Raises:
         ValueError: a bad row under "error", or far too many of them.
     """
-    if on_bad_row not in ON_BAD_ROW:
-        raise ValueError(f"on_bad_row {on_bad_row!r} must be drop or error")
     for number, (place, record) in enumerate(records):
         report.rows_read += 1
         reason = wanted(number)
@@ -51,15 +68,15 @@ def read_rows(
                 raise record
             shape, rows = normalise(_renamed(record, source.columns), source.shape)
         except (RowError, BadRecord) as error:
-            if on_bad_row == "error":
+            if bad_rows.action == "error":
                 raise ValueError(f"{place}: {error}") from error
             report.drop(error.reason, f"{place}: {error}")
             if report.rows_read >= CHECK_AFTER:
-                report.check_malformed(MAX_MALFORMED)
+                report.check_malformed(bad_rows.limit)
             continue
         report.shapes[shape] += 1
         yield number, place, rows
-    report.check_malformed(MAX_MALFORMED)
+    report.check_malformed(bad_rows.limit)
 
 
 def _renamed(record: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
@@ -101,7 +118,7 @@ def load_rows(
         raise ValueError(f"{opened.source.name}: has no evaluation part: give a folder with train and eval files")
     report = new_report(opened)
     rows: list[Row] = []
-    for _, _, found in read_rows(records, opened.source, report, on_bad_row=on_bad_row):
+    for _, _, found in read_rows(records, opened.source, report, bad_rows=BadRows(on_bad_row)):
         report.rows_train += 1
         rows += found
     if not rows:

@@ -105,6 +105,14 @@ def totals(reports: list[SourceReport]) -> dict[str, Any]:
 
 
 def summary(report: SourceReport) -> str:
-    """One line: what was read and what was dropped why, for errors."""
-    dropped = ", ".join(f"{count} {reason}" for reason, count in report.rows_dropped.most_common())
-    return f"{report.name}: {report.rows_read} rows read" + (f", dropped: {dropped}" if dropped else "")
+    """One line: what was read, what it is used for, and what was dropped why."""
+    dropped = report.rows_dropped.copy()
+    elsewhere = dropped.pop(OTHER_STAGES, 0)
+    parts = [
+        f"{report.name}: {report.rows_read} rows read",
+        f"{report.rows_train} used" if report.rows_train or not report.rows_eval else "",
+        f"{report.rows_eval} held out" if report.rows_eval else "",
+        f"{elsewhere} {OTHER_STAGES}" if elsewhere else "",
+        "dropped: " + ", ".join(f"{count} {reason}" for reason, count in dropped.most_common()) if dropped else "",
+    ]
+    return ", ".join(filter(None, parts))

@@ -11,7 +11,7 @@ from typing import Any
 from data import cache
 from data.builder import Builder
 from data.items import make_rules
-from data.loading import ON_BAD_ROW
+from data.loading import BadRows
 from data.sources import SourceLike, as_list, open_source, with_shape
 from data.splits import hold_out, parse_ratios
 from data.store import ItemSet
@@ -42,6 +42,7 @@ def load_stage_data(
     min_train: int = 1,
     truncation: str | None = None,
     on_bad_row: str = "drop",
+    max_bad_rows: float = BadRows.limit,
     data_format: str | None = None,
 ) -> StageData:
     """Reads, deals, tokenizes and caches the data of one stage. A collective call when ranks are up.
@@ -60,6 +61,7 @@ def load_stage_data(
         min_train: fewest training items.
         truncation: "drop", "left" or "right", see `data.items`; None: the stage's default.
         on_bad_row: "drop" counts rows that cannot be used, "error" stops at one that cannot be read.
+        max_bad_rows: share of a source's rows that cannot be read, above which the source is refused.
         data_format: shape of all sources that do not name their own, see `data.shapes`; None: by their columns.
 
     Raises:
@@ -69,8 +71,7 @@ def load_stage_data(
     rules = make_rules(stage, max_seq_len, max_prompt_len, truncation, train_on_prompt)
     parse_ratios(data_split)
     hold_out([], eval_fraction)
-    if on_bad_row not in ON_BAD_ROW:
-        raise ValueError(f"on_bad_row {on_bad_row!r} must be drop or error")
+    bad_rows = BadRows(on_bad_row, max_bad_rows)
     shares = [(path, data_split) for path in as_list(data_path)]
     if stage == "sft":
         shares += [(path, "1,0,0") for path in as_list(sft_only_data_path)]
@@ -80,7 +81,7 @@ def load_stage_data(
 
     def find_or_build() -> tuple[Path, dict[str, Any]]:
         sources = [(open_source(with_shape(path, data_format)), ratios) for path, ratios in shares]
-        builder = Builder(sources, tokenizer, rules, seed, eval_fraction, on_bad_row)
+        builder = Builder(sources, tokenizer, rules, seed, eval_fraction, bad_rows)
         return builder.find_or_build(output, min_train)
 
     folder, report = cache.on_one_rank(find_or_build)

@@ -20,7 +20,7 @@ from fractions import Fraction
 from typing import Any
 
 from data.items import STAGES, Refused, Rules, make_items, make_rules
-from data.loading import new_report, read_rows
+from data.loading import BadRows, new_report, read_rows
 from data.report import OTHER_STAGES, SourceReport
 from data.shapes import Row
 from data.sources import Opened, Records, SourceLike, as_list, open_source
@@ -63,6 +63,7 @@ def stream_stage_data(
     eval_fraction: float = 0.1,
     truncation: str | None = None,
     on_bad_row: str = "drop",
+    max_bad_rows: float = BadRows.limit,
     buffer_rows: int = 10_000,
     rank: int = 0,
     world_size: int = 1,
@@ -84,7 +85,7 @@ def stream_stage_data(
     dealer = Dealer(stage, data_split, seed, eval_fraction)
     options = {
         "seed": seed,
-        "on_bad_row": on_bad_row,
+        "bad_rows": BadRows(on_bad_row, max_bad_rows),
         "buffer_rows": buffer_rows,
         "rank": rank,
         "world_size": world_size,
@@ -111,7 +112,7 @@ class SourceStream:
             self.opened.train,
             self.opened.source,
             self.report,
-            on_bad_row=self.options["on_bad_row"],
+            bad_rows=self.options["bad_rows"],
             wanted=self.refuse,
         )
         for _, place, rows in found:

@@ -9,10 +9,9 @@ with one of them. Where the defaults differ from DeepSpeed-Chat's: ``--data_path
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
 from collections.abc import Callable
 
+from rlhf.data_flags import data_group
 from rlhf.flags import (
     Parser,
     fraction,
@@ -66,16 +65,13 @@ def resolve_dtype(name: str, device_type: str, bf16_supported: bool = False) -> 
 def sft_parser() -> Parser:
     """Flags of step 1, supervised fine-tuning."""
     parser = Parser("rlhf sft", "Step 1: supervised fine-tuning on dialogues.")
-    data = _data_group(parser)
+    data = data_group(parser, "sft")
     data.add_argument(
         "--sft_only_data_path",
         nargs="*",
         default=[],
         metavar="SOURCE",
         help="sources used whole, in this stage only",
-    )
-    data.add_argument(
-        "--max_seq_len", type=positive_int, default=512, help="longest prompt and answer, tokens"
     )
     data.add_argument("--train_on_prompt", action="store_true", help="train on the prompt's tokens too")
     _model_group(parser)
@@ -90,10 +86,7 @@ def sft_parser() -> Parser:
 def reward_parser() -> Parser:
     """Flags of step 2, the reward model."""
     parser = Parser("rlhf reward", "Step 2: a reward model from pairs of chosen and rejected answers.")
-    data = _data_group(parser)
-    data.add_argument(
-        "--max_seq_len", type=positive_int, default=512, help="longest prompt and answer, tokens"
-    )
+    data_group(parser, "reward")
     _model_group(parser)
     training = _training_group(parser, learning_rate=5e-5)
     training.add_argument(
@@ -115,10 +108,7 @@ def reward_parser() -> Parser:
 def ppo_parser() -> Parser:
     """Flags of step 3, PPO."""
     parser = Parser("rlhf ppo", "Step 3: PPO of the actor against the reward model.")
-    data = _data_group(parser)
-    add = data.add_argument
-    add("--max_prompt_seq_len", type=positive_int, default=256, help="longer prompts are dropped, tokens")
-    add("--max_answer_seq_len", type=positive_int, default=256, help="longest answer, tokens")
+    add = data_group(parser, "ppo").add_argument
     add("--unsupervised_dataset_name", help="text source for the PTX loss; needs --unsup_coef above 0")
     add("--unsup_coef", type=non_negative_float, default=27.8, help="weight of the PTX loss")
 
@@ -169,23 +159,6 @@ STAGE_PARSERS: dict[str, Callable[[], Parser]] = {
     "reward": reward_parser,
     "ppo": ppo_parser,
 }
-
-
-def _data_group(parser: Parser) -> argparse._ArgumentGroup:
-    parser.add_argument("--config", metavar="FILE", help="YAML file of values; flags on the command line win")
-    group = parser.add_argument_group("data")
-    add = group.add_argument
-    add(
-        "--data_path",
-        nargs="*",
-        default=["sample"],
-        metavar="SOURCE",
-        help="files, folders or hub names, each with an optional :weight; sample is the bundled data",
-    )
-    add("--data_split", default="2,4,4", help="shares of the rows for SFT, reward and PPO")
-    default = os.path.join(tempfile.gettempdir(), "data_files")
-    add("--data_output_path", default=default, help="folder of the tokenized caches")
-    return group
 
 
 def _model_group(parser: Parser) -> None:

@@ -17,7 +17,6 @@ import torch
 from transformers import set_seed
 
 import engine
-from data import load_stage_data
 from rlhf.advantage import gae, shape_rewards, whiten
 from rlhf.arguments import parse, ppo_parser
 from rlhf.evaluation import Evaluator, show
@@ -26,13 +25,14 @@ from rlhf.gold import load_gold
 from rlhf.kl import make_controller
 from rlhf.launch import stage_main
 from rlhf.losses import policy_loss, value_loss
-from rlhf.metrics import MetricsWriter, write_data_report, write_run_json
+from rlhf.metrics import MetricsWriter, write_run_json
 from rlhf.models import load_actor, load_score_model, load_tokenizer, response_values
 from rlhf.ppo_metrics import StepMetrics, update_sums
 from rlhf.progress import Progress
 from rlhf.ptx import PTX
 from rlhf.rollout import Models, generate, judge
 from rlhf.score_scale import ScoreScale
+from rlhf.stage_data import load_data
 from rlhf.training import (
     batch_stream,
     checkpoint_folder,
@@ -58,16 +58,7 @@ def main(argv: list[str] | None = None) -> None:
 
     tokenizer = load_tokenizer(args.actor_model_name_or_path)
     gold = load_gold(args.gold_fn) if args.gold_fn else None
-    data = load_stage_data(
-        "ppo",
-        tokenizer,
-        data_path=args.data_path,
-        data_split=args.data_split,
-        data_output_path=args.data_output_path,
-        max_prompt_len=args.max_prompt_seq_len,
-        seed=args.seed,
-    )
-    write_data_report(args.output_dir, data.report)
+    data = load_data("ppo", tokenizer, args)
 
     answers = args.per_device_generation_batch_size * args.generation_batches  # a rank's answers in one iteration
     prompts = sampler_for(data.train, answers, args.seed)

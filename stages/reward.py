@@ -13,14 +13,15 @@ import torch
 from transformers import set_seed
 
 import engine
-from data import collate_pairs, load_stage_data
+from data import collate_pairs
 from engine.distributed import all_reduce_sums
 from rlhf.arguments import parse, reward_parser
 from rlhf.launch import stage_main
 from rlhf.losses import pair_loss, pair_token_loss
-from rlhf.metrics import MetricsWriter, write_data_report, write_run_json
+from rlhf.metrics import MetricsWriter, write_run_json
 from rlhf.models import end_scores, load_tokenizer, new_score_model
 from rlhf.progress import Progress
+from rlhf.stage_data import load_data
 from rlhf.training import (
     batch_stream,
     checkpoint_folder,
@@ -44,16 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     write_run_json(args.output_dir, args, status="running")
 
     tokenizer = load_tokenizer(args.model_name_or_path)
-    data = load_stage_data(
-        "reward",
-        tokenizer,
-        data_path=args.data_path,
-        data_split=args.data_split,
-        data_output_path=args.data_output_path,
-        max_seq_len=args.max_seq_len,
-        seed=args.seed,
-    )
-    write_data_report(args.output_dir, data.report)
+    data = load_data("reward", tokenizer, args)
 
     sampler = sampler_for(data.train, args.per_device_train_batch_size, args.seed)
     total_steps = count_steps(len(sampler), args)

@@ -13,16 +13,17 @@ import torch
 from transformers import set_seed
 
 import engine
-from data import collate_sft, load_rows, load_stage_data
+from data import collate_sft, load_rows
 from engine.distributed import all_reduce_sums
 from rlhf import recipes
 from rlhf.arguments import parse, sft_parser
 from rlhf.experience import positions
 from rlhf.launch import stage_main
 from rlhf.losses import causal_lm_loss
-from rlhf.metrics import MetricsWriter, write_data_report, write_run_json
+from rlhf.metrics import MetricsWriter, write_run_json
 from rlhf.models import load_actor, load_tokenizer
 from rlhf.progress import Progress
+from rlhf.stage_data import load_data
 from rlhf.training import (
     batch_stream,
     checkpoint_folder,
@@ -49,18 +50,7 @@ def main(argv: list[str] | None = None) -> None:
     if recipes.is_recipe(model_path):
         model_path = new_model(args)
     tokenizer = load_tokenizer(model_path)
-    data = load_stage_data(
-        "sft",
-        tokenizer,
-        data_path=args.data_path,
-        data_split=args.data_split,
-        sft_only_data_path=args.sft_only_data_path,
-        data_output_path=args.data_output_path,
-        max_seq_len=args.max_seq_len,
-        train_on_prompt=args.train_on_prompt,
-        seed=args.seed,
-    )
-    write_data_report(args.output_dir, data.report)
+    data = load_data("sft", tokenizer, args)
 
     sampler = sampler_for(data.train, args.per_device_train_batch_size, args.seed)
     total_steps = count_steps(len(sampler), args)
