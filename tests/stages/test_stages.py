@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf.experience import Experience
 from rlhf.models import load_score_model, score_texts
-from stages import ppo
+from rlhf.ppo_update import micro_batches
 from tests.helpers import run_ranks
 from tests.rlhf import tiny_models
 from tests.stages.kit import PPO_SMALL, ppo_models, run, trained, write_rows
@@ -149,7 +149,7 @@ def test_rows_are_sorted_within_an_update_only():
         args = Namespace(
             seed=5, ppo_epochs=1, per_device_training_batch_size=2, gradient_accumulation_steps=window
         )
-        batches = ppo.micro_batches(experience, args, iteration=2)
+        batches = micro_batches(experience, args, iteration=2)
         assert [int(row[-1]) for batch in batches for row in batch.input_ids] == order
     assert dealt != sorted(dealt)
 

@@ -1,0 +1,106 @@
+"""The groups of command-line flags that several stages share; each function adds its group to a parser."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from rlhf.flags import Parser, fraction, non_negative_float, non_negative_int, positive_int
+
+SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
+
+
+def model_group(parser: Parser) -> None:
+    add = parser.add_argument_group("model").add_argument
+    add(
+        "--model_name_or_path",
+        required=True,
+        help="Hugging Face folder or name, or a recipe such as recipe:llama-1m",
+    )
+    add("--dropout", type=fraction, help="dropout in training; the model's own when not given")
+
+
+def training_group(parser: Parser, learning_rate: float) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("training")
+    add = group.add_argument
+    add(
+        "--per_device_train_batch_size",
+        type=positive_int,
+        default=16,
+        help="rows per process and micro-batch",
+    )
+    add("--learning_rate", type=non_negative_float, default=learning_rate, help="peak learning rate")
+    add("--weight_decay", type=non_negative_float, default=0.0, help="decoupled; not on biases and norms")
+    add("--num_train_epochs", type=positive_int, default=1, help="passes over the data")
+    add("--num_warmup_steps", type=non_negative_int, default=0, help="optimizer steps of linear warm-up")
+    shared_training(add)
+    add("--gradient_checkpointing", action="store_true", help="recompute activations to save memory")
+    return group
+
+
+def shared_training(add: Callable[..., argparse.Action]) -> None:
+    add(
+        "--gradient_accumulation_steps",
+        type=positive_int,
+        default=1,
+        help="micro-batches of one optimizer step",
+    )
+    add("--lr_scheduler_type", choices=SCHEDULES, default="cosine", help="shape of the learning rate")
+    add(
+        "--max_steps",
+        type=non_negative_int,
+        default=0,
+        help="stop after this many optimizer steps; 0: no limit",
+    )
+    add("--seed", type=int, default=1234, help="seed of the data order, the sampling and new weights")
+
+
+def evaluation_group(parser: Parser) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("evaluation")
+    add = group.add_argument
+    add("--per_device_eval_batch_size", type=positive_int, default=16, help="rows per process and batch")
+    add("--eval_interval", type=non_negative_int, default=0, help="steps between evaluations; 0: every epoch")
+    return group
+
+
+def output_group(parser: Parser) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("output")
+    add = group.add_argument
+    add("--output_dir", required=True, help="folder of the model, metrics and checkpoints")
+    add("--save_interval", type=non_negative_int, default=0, help="steps between checkpoints; 0: none")
+    add("--resume", action="store_true", help="go on from the latest checkpoint in --output_dir")
+    add("--enable_tensorboard", action="store_true", help="write TensorBoard events")
+    add("--tensorboard_path", help="folder of the events; OUTPUT_DIR/tensorboard when not given")
+    return group
+
+
+def dtype_and_inert(add: Callable[..., argparse.Action]) -> None:
+    add(
+        "--dtype",
+        choices=("auto", "fp16", "bf16", "fp32"),
+        default="auto",
+        help="compute type, over fp32 master weights; auto: bf16 or fp16 on a GPU, fp32 on a CPU",
+    )
+    add("--offload", action="store_true", help="keep the optimizer's states and parameters in CPU memory")
+    add("--deepspeed", action="store_true", help="accepted and not needed: the engine is always on")
+    add("--local_rank", type=int, default=-1, help="accepted and not needed: torchrun sets it")
+    add("--compute_fp32_loss", action="store_true", help="accepted and not needed: losses are always fp32")
+
+
+def scale_group(parser: Parser) -> None:
+    add = parser.add_argument_group("scale").add_argument
+    add("--zero_stage", type=int, choices=(0, 1, 2, 3), default=0, help="what is sharded over processes")
+    dtype_and_inert(add)
+
+
+def inert_padding(parser: Parser) -> None:
+    text = "accepted and not needed: padding is known from masks"
+    parser.add_argument_group("compatibility").add_argument(
+        "--num_padding_at_beginning", type=int, default=1, help=text
+    )
+
+
+def per_model(add: Callable[..., argparse.Action], name: str, *, help: str, **options) -> None:
+    """One flag for the actor and the same for the critic."""
+    for model in ("actor", "critic"):
+        add(f"--{model}_{name}", help=help.format(model), **options)
