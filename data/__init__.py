@@ -10,7 +10,7 @@
 """
 
 from data import chat
-from data.batches import BatchSampler, collate_pairs, collate_prompts, collate_sft
+from data.batches import BatchSampler, collate_answers, collate_pairs, collate_prompts, collate_sft
 from data.loading import load_rows
 from data.sources import Source, open_source, parse_source
 from data.splits import split_rows
@@ -23,6 +23,7 @@ __all__ = [
     "Source",
     "StageData",
     "chat",
+    "collate_answers",
     "collate_pairs",
     "collate_prompts",
     "collate_sft",

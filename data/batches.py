@@ -117,6 +117,33 @@ def collate_pairs(items: Sequence[Batch], pad_id: int | None, pad_to_multiple_of
     return _pad(rows, pad_id, pad_to_multiple_of)
 
 
+def collate_answers(items: Sequence[Batch], pad_id: int | None, pad_to_multiple_of: int = 1) -> Batch:
+    """Reward items, P pairs and S single answers in any order, to one right-padded batch of 2P + S rows.
+
+    The rows are all chosen answers, all rejected ones, then the single ones, each kind in the order of the items.
+
+    Returns:
+        input_ids, attention_mask `[2P + S, T]`; response_mask `[2P + S, T]`, True on the answers with their end
+        tokens; margins `[P]`; targets `[S]` and is_label `[S]` (else a score); sources `[P + S]`, pairs first.
+    """
+    pairs = [item for item in items if item["kind"] == "pair"]
+    singles = [item for item in items if item["kind"] != "pair"]
+    rows = [(item["chosen_ids"], item["chosen_start"]) for item in pairs]
+    rows += [(item["rejected_ids"], item["rejected_start"]) for item in pairs]
+    rows += [(item["answer_ids"], item["answer_start"]) for item in singles]
+    batch = _pad([ids for ids, _ in rows], pad_id, pad_to_multiple_of)
+    starts = torch.tensor([start for _, start in rows])
+    behind = torch.arange(batch["input_ids"].shape[1]) >= starts.unsqueeze(1)
+    return {
+        **batch,
+        "response_mask": batch["attention_mask"] & behind,
+        "margins": torch.tensor([item["margin"] for item in pairs], dtype=torch.float32),
+        "targets": torch.tensor([item["target"] for item in singles], dtype=torch.float32),
+        "is_label": torch.tensor([item["kind"] == "label" for item in singles], dtype=torch.bool),
+        "sources": torch.tensor([item["source"] for item in [*pairs, *singles]]),
+    }
+
+
 def collate_prompts(items: Sequence[Batch], pad_id: int | None, pad_to_multiple_of: int = 1) -> Batch:
     """Items with `prompt_ids` [T] to a LEFT-padded batch, ready for generation: input_ids, attention_mask [B, T]."""
     return _pad([item["prompt_ids"] for item in items], pad_id, pad_to_multiple_of, left=True)

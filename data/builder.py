@@ -18,9 +18,8 @@ from data.sources import Opened, Records
 from data.splits import Ratios, hold_out, repeats, split_rows
 from data.store import Item, StoreWriter
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 BATCH_RECORDS = 2048
-NO_PARTNER = "no answer of another score to the same prompt"
 
 
 @dataclass
@@ -60,6 +59,7 @@ class Builder:
     ):
         self.sources, self.tokenizer, self.rules = sources, tokenizer, rules
         self.seed, self.eval_fraction, self.bad_rows = seed, eval_fraction, bad_rows
+        self.single_kinds: dict[int, str] = {}
 
     def find_or_build(self, output: Path, min_train: int) -> tuple[Path, dict[str, Any]]:
         """(folder, report) of the cache under `output`, built when it is not there.
@@ -98,7 +98,7 @@ class Builder:
         with StoreWriter(folder / "train", stage) as train, StoreWriter(folder / "eval", stage) as held_out:
             for number, (opened, ratios) in enumerate(self.sources):
                 report = new_report(opened)
-                report.sha256 = hashes[number]
+                report.sha256, report.number = hashes[number], number
                 self.add_source(opened, ratios, number, (train, held_out), report)
                 reports.append(report)
         return {
@@ -148,7 +148,7 @@ class Builder:
         pool = Pool()
         found = read_rows(records, opened.source, report, bad_rows=self.bad_rows, wanted=deal.refuse)
         for number, place, rows in found:
-            if self.rules.stage == "reward" and len(rows) == 1 and is_scored(rows[0]):
+            if self.rules.single_answers in ("auto", "pair") and len(rows) == 1 and is_scored(rows[0]):
                 pool.add(Scored(number, place, rows[0]))
                 continue
             batch.append((number, place, rows))
@@ -162,10 +162,17 @@ class Builder:
         self, pool: Pool, deal: Deal, writers: tuple[StoreWriter, StoreWriter], report: SourceReport
     ) -> None:
         """Adds the pairs that scored answers make; the better answer's record decides where a pair goes, and both
-        records are used, or dropped, together."""
+        records are used, or dropped, together. Answers without a partner stand alone under `auto`."""
+        numbers = pool.scores()
         pairs, left = pool.match()
-        for one in left:
-            report.drop(NO_PARTNER, f"{one.place}: {NO_PARTNER}")
+        if self.rules.single_answers == "auto":
+            # found out from the training rows, so that the evaluation's are read in the same way
+            kind = self.single_kinds.setdefault(report.number, "label" if numbers <= {0.0, 1.0} else "score")
+            alone = [(one.record, one.place, [{**one.row, "single_kind": kind}]) for one in left]
+        else:
+            alone = [(one.record, one.place, [one.row]) for one in left]
+        for start in range(0, len(alone), BATCH_RECORDS):
+            self.add_batch(alone[start : start + BATCH_RECORDS], deal, writers, report)
         for start in range(0, len(pairs), BATCH_RECORDS):
             part = [(better.record, better.place, [row]) for row, better, _ in pairs[start : start + BATCH_RECORDS]]
             self.add_batch(part, deal, writers, report, records_each=2)

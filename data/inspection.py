@@ -69,7 +69,8 @@ def inspect_data(
     Raises:
         FileNotFoundError, ValueError: as `data.load_stage_data`, but an empty result is no error here.
     """
-    rules = make_rules(stage, max_seq_len, max_prompt_len, truncation, train_on_prompt)
+    # single answers are looked at one by one: whether they would be paired or not, they are as long
+    rules = make_rules(stage, max_seq_len, max_prompt_len, truncation, train_on_prompt, single_answers="score")
     found = Inspection(stage, rules.limit, [])
     for path in as_list(data_path):
         opened = open_source(path)

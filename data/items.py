@@ -1,12 +1,20 @@
 """Rows to the items of a stage: tokenized, fitted to the length allowed, refused with a reason.
 
     sft     the whole dialogue; labels on assistant text and end tokens (or on all, `train_on_prompt`)
-    reward  chosen and rejected, whole dialogues over the same prompt
+    reward  chosen and rejected, whole dialogues over the same prompt; or one answer that was judged by itself
     ppo     the prompt, through the assistant marker, and the row
 
 SFT takes `response`, else `chosen`. An answer whose `score` is 0 or less was marked as bad by its label or
-reward: SFT would teach it, so it is refused there; PPO uses its prompt. Reward needs two sides; single answers with
-scores are paired up beforehand where a prompt has several, see `data.pairing`.
+reward: SFT would teach it, so it is refused there; PPO uses its prompt.
+
+A row with several rejected answers has become as many pairs, and each is an item of its own weight. What reward
+makes of single answers with a number is said by `single_answers`:
+
+    pair    two answers to one prompt make a pair, see `data.pairing`; those that find no partner are refused
+    label   each is an item; its number is the probability that it is good, from 0 to 1
+    score   each is an item; its number is the score it should get
+    auto    pairs where there are any; those left over are labels when all numbers of the source are 0 or 1, else
+            scores (for sources read whole, so not for a stream)
 
 Too long rows are treated by `truncation`:
 
@@ -30,10 +38,11 @@ from data.chat import ChatFormat, Encoded, format_of, turns_of
 from data.markers import Turn
 from data.report import SourceReport
 from data.shapes import Row
-from data.store import Item
+from data.store import KINDS, Item
 
 STAGES = ("sft", "reward", "ppo")
 TRUNCATIONS = ("drop", "left", "right")
+SINGLE_ANSWERS = ("auto", "pair", "label", "score")
 PROMPT_SHARE = 4
 DEFAULT_TRUNCATION = {"sft": "right", "reward": "left", "ppo": "drop"}
 
@@ -44,12 +53,16 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class Rules:
-    """How a stage makes items. `limit`: most tokens of an item's sequence, None for no limit."""
+    """How a stage makes items. `limit`: most tokens of an item's sequence, None for no limit.
+
+    `single_answers`: one of SINGLE_ANSWERS in the reward stage, None in the others.
+    """
 
     stage: str
     limit: int | None
     truncation: str
     train_on_prompt: bool = False
+    single_answers: str | None = None
 
 
 def make_rules(
@@ -58,6 +71,7 @@ def make_rules(
     max_prompt_len: int | None,
     truncation: str | None,
     train_on_prompt: bool,
+    single_answers: str = "auto",
 ) -> Rules:
     """The rules a stage's arguments ask for. Raises ValueError, naming the argument that does not fit."""
     if stage not in STAGES:
@@ -67,12 +81,15 @@ def make_rules(
         raise ValueError(f"truncation {truncation!r} must be one of {', '.join(TRUNCATIONS)}")
     if stage == "ppo" and truncation == "right":
         raise ValueError("truncation right would cut off the end of PPO's questions: use drop or left")
+    if single_answers not in SINGLE_ANSWERS:
+        raise ValueError(f"single_answers {single_answers!r} must be one of {', '.join(SINGLE_ANSWERS)}")
     limit = max_prompt_len if stage == "ppo" else max_seq_len
     if limit is not None and limit < 1:
         raise ValueError(
             f"the longest {'prompt' if stage == 'ppo' else 'dialogue'} of {limit} tokens must be at least 1"
         )
-    return Rules(stage, limit, truncation, train_on_prompt and stage == "sft")
+    singles = single_answers if stage == "reward" else None
+    return Rules(stage, limit, truncation, train_on_prompt and stage == "sft", singles)
 
 
 def make_items(rows: Sequence[Row], tokenizer: Any, rules: Rules, report: SourceReport) -> list[Item | Refused]:
@@ -122,10 +139,29 @@ class _Maker:
                 raise Refused("answer marked bad (score 0 or less)")
             return [[*prompt, _answer(answer)]]
         if "chosen" not in row or "rejected" not in row:
-            raise Refused("no pair of answers")
+            self.check_single(row)
+            return [[*prompt, _answer(row["response"])]]
         if row["chosen"] == row["rejected"]:
             raise Refused("both answers equal")
         return [[*prompt, _answer(row["chosen"])], [*prompt, _answer(row["rejected"])]]
+
+    def check_single(self, row: Row) -> None:
+        """Raises Refused for an answer without a partner that cannot stand alone."""
+        if "response" not in row or "score" not in row:
+            raise Refused("no pair of answers")
+        kind = self.kind(row)
+        if kind == "pair":
+            raise Refused("no answer of another score to the same prompt")
+        if kind == "auto":
+            raise Refused("one answer with a number: say label or score by single_answers")
+        if kind == "label" and not 0 <= row["score"] <= 1:
+            raise Refused("label outside 0 to 1")
+
+    def kind(self, row: Row) -> str:
+        """What a row is to the reward stage; `single_kind` is what `auto` has found out about its source."""
+        if "rejected" in row:
+            return "pair"
+        return row.get("single_kind", self.rules.single_answers)
 
     def item(self, row: Row, encoded: list[Encoded]) -> Item:
         ids = [one.ids for one in encoded]
@@ -134,9 +170,12 @@ class _Maker:
             return Item(ids, trained=trained)
         if self.rules.stage == "ppo":
             return Item(ids, row=row)
-        if ids[0] == ids[1]:
+        if ids[0] == ids[-1] and len(ids) > 1:
             raise Refused("both answers equal as tokens")
-        return Item(ids)
+        kind = self.kind(row)
+        value = row.get("margin", 0.0) if kind == "pair" else row["score"]
+        starts = (encoded[0].starts[-1], encoded[-1].starts[-1])
+        return Item(ids, facts=(KINDS.index(kind), value, starts, self.report.number))
 
     # ------------------------------------------------------------ length
 

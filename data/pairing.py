@@ -38,6 +38,10 @@ class Pool:
         turns = None if messages is None else tuple((turn["role"], turn["content"]) for turn in messages)
         self._prompts.setdefault((one.row["prompt"], turns), []).append(one)
 
+    def scores(self) -> set[float]:
+        """The different scores of all answers."""
+        return {one.row["score"] for answers in self._prompts.values() for one in answers}
+
     def match(self) -> tuple[list[tuple[Row, Scored, Scored]], list[Scored]]:
         """([pair row, better, worse], answers left over)."""
         pairs, left = [], []

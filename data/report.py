@@ -39,7 +39,10 @@ MALFORMED = frozenset(
 
 @dataclass
 class SourceReport:
-    """Counts of one source. `shapes`: rows of each recognised shape; `rows_cut`: rows shortened to fit."""
+    """Counts of one source, which is the `number`-th of its run.
+
+    `shapes`: rows of each recognised shape; `rows_cut`: rows shortened to fit.
+    """
 
     name: str
     rows_read: int = 0
@@ -54,6 +57,7 @@ class SourceReport:
     files: list[str] = field(default_factory=list)
     files_unused: list[str] = field(default_factory=list)
     sha256: str | None = None
+    number: int = 0
 
     def drop(self, reason: str, example: str = "", count: int = 1) -> None:
         """Counts a dropped row, or `count` of them; the first of each reason is kept in words."""

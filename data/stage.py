@@ -44,6 +44,7 @@ def load_stage_data(
     on_bad_row: str = "drop",
     max_bad_rows: float = BadRows.limit,
     data_format: str | None = None,
+    single_answers: str = "auto",
 ) -> StageData:
     """Reads, deals, tokenizes and caches the data of one stage. A collective call when ranks are up.
 
@@ -63,12 +64,14 @@ def load_stage_data(
         on_bad_row: "drop" counts rows that cannot be used, "error" stops at one that cannot be read.
         max_bad_rows: share of a source's rows that cannot be read, above which the source is refused.
         data_format: shape of all sources that do not name their own, see `data.shapes`; None: by their columns.
+        single_answers: what reward makes of single answers with a number: "auto", "pair", "label" or "score", see
+            `data.items`.
 
     Raises:
         FileNotFoundError: a path with nothing there.
         ValueError: an argument that does not fit, or too few rows left; the message has the counts.
     """
-    rules = make_rules(stage, max_seq_len, max_prompt_len, truncation, train_on_prompt)
+    rules = make_rules(stage, max_seq_len, max_prompt_len, truncation, train_on_prompt, single_answers)
     parse_ratios(data_split)
     hold_out([], eval_fraction)
     bad_rows = BadRows(on_bad_row, max_bad_rows)

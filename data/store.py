@@ -5,14 +5,16 @@ A folder holds, flat and one behind the other,
     ids.i32       token ids of all sequences           ends.i64      where each sequence ends
     trained.u8    1 on trained tokens (SFT)            order.i64     the items of an epoch, by number
     rows.jsonl    the row of each item (PPO)           row_ends.i64  where each row's line ends
+    facts.rec     what is known of each item (reward)
 
-An SFT item is one sequence, a pair two (chosen, rejected), a prompt one.
+An SFT item is one sequence, a prompt one, a reward item two: chosen and rejected, or one answer and an empty one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,10 @@ import torch
 from data.chat import IGNORE
 
 SEQUENCES = {"sft": 1, "reward": 2, "ppo": 1}
+KINDS = ("pair", "label", "score")
+"""Of reward items: two answers, the better first; one answer with the probability that it is good; one with a score."""
+FACTS = np.dtype([("kind", "u1"), ("value", "f4"), ("starts", "i4", (2,)), ("source", "u2")])
+"""`kind` by its place in KINDS; `value` the margin of a pair, else the label or score; where the answers begin."""
 
 
 class StoreWriter:
@@ -32,17 +38,19 @@ class StoreWriter:
         folder.mkdir(parents=True)
         self.folder, self.stage = folder, stage
         self.items = self.tokens = self.trained_tokens = self.longest = 0
+        self.kinds: Counter[str] = Counter()
         self._row_bytes = 0
         self._order: list[np.ndarray] = []
         names = ["ids.i32", "ends.i64"]
-        names += ["trained.u8"] if stage == "sft" else ["rows.jsonl", "row_ends.i64"] if stage == "ppo" else []
+        names += {"sft": ["trained.u8"], "reward": ["facts.rec"], "ppo": ["rows.jsonl", "row_ends.i64"]}[stage]
         self._files = {name: open(folder / name, "wb") for name in names}
 
     def add(self, items: Sequence[Item], copies: Sequence[int]) -> None:
         """Appends `items`; item i takes part `copies[i]` times in an epoch."""
-        sequences = [sequence for item in items for sequence in item.sequences]
-        if not sequences:
+        if not items:
             return
+        absent = [[]] * SEQUENCES[self.stage]
+        sequences = [ids for item in items for ids in [*item.sequences, *absent[len(item.sequences) :]]]
         lengths = np.fromiter(map(len, sequences), dtype=np.int64, count=len(sequences))
         np.concatenate([np.asarray(one, dtype=np.int32) for one in sequences]).tofile(self._files["ids.i32"])
         (self.tokens + lengths.cumsum()).tofile(self._files["ends.i64"])
@@ -52,6 +60,9 @@ class StoreWriter:
             trained = np.concatenate([np.asarray(item.trained, dtype=np.uint8) for item in items])
             trained.tofile(self._files["trained.u8"])
             self.trained_tokens += int(trained.sum())
+        if self.stage == "reward":
+            np.array([item.facts for item in items], dtype=FACTS).tofile(self._files["facts.rec"])
+            self.kinds.update(KINDS[item.facts[0]] for item in items)
         if self.stage == "ppo":
             lines = [json.dumps(item.row, ensure_ascii=False).encode() + b"\n" for item in items]
             ends = self._row_bytes + np.cumsum([len(line) for line in lines])
@@ -66,7 +77,8 @@ class StoreWriter:
         with open(self.folder / "ids.i32", "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         counts = {"items": self.items, "tokens": self.tokens, "longest": self.longest, "ids_sha256": digest}
-        return counts | ({"trained_tokens": self.trained_tokens} if self.stage == "sft" else {})
+        own = {"sft": {"trained_tokens": self.trained_tokens}, "reward": {"kinds": dict(self.kinds)}}
+        return counts | own.get(self.stage, {})
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -79,19 +91,39 @@ class StoreWriter:
 
 
 class Item:
-    """What a stage learns from one row: its token sequences, which tokens are trained (SFT), the row (PPO)."""
+    """What a stage learns from one row: its token sequences, which tokens are trained (SFT), the row (PPO), what is
+    known of a pair or an answer (reward: a tuple with the fields of FACTS)."""
 
-    __slots__ = ("row", "sequences", "trained")
+    __slots__ = ("facts", "row", "sequences", "trained")
 
-    def __init__(self, sequences: list[list[int]], trained: list[bool] | None = None, row: dict | None = None):
-        self.sequences, self.trained, self.row = sequences, trained, row
+    def __init__(
+        self,
+        sequences: list[list[int]],
+        trained: list[bool] | None = None,
+        row: dict | None = None,
+        facts: tuple | None = None,
+    ):
+        self.sequences, self.trained, self.row, self.facts = sequences, trained, row, facts
 
 
-def item_tensors(stage: str, sequences: Sequence[Any], trained: Any = None, row: dict | None = None) -> dict[str, Any]:
-    """An item as a stage sees it: a dict of int64 tensors, and the row of a prompt."""
+def item_tensors(
+    stage: str, sequences: Sequence[Any], trained: Any = None, row: dict | None = None, facts: Any = None
+) -> dict[str, Any]:
+    """An item as a stage sees it: a dict of int64 tensors, the row of a prompt, the facts of a reward item."""
     ids = [torch.from_numpy(np.asarray(sequence).astype(np.int64)) for sequence in sequences]
     if stage == "reward":
-        return {"chosen_ids": ids[0], "rejected_ids": ids[1]}
+        kind, value, starts, source = facts
+        about = {"kind": KINDS[kind], "source": int(source)}
+        if about["kind"] != "pair":
+            return {"answer_ids": ids[0], "answer_start": int(starts[0]), "target": float(value), **about}
+        sides = {"chosen_ids": ids[0], "rejected_ids": ids[1]}
+        return {
+            **sides,
+            "chosen_start": int(starts[0]),
+            "rejected_start": int(starts[1]),
+            "margin": float(value),
+            **about,
+        }
     if stage == "ppo":
         return {"prompt_ids": ids[0], "row": row}
     untrained = torch.from_numpy(~np.asarray(trained).astype(bool))
@@ -101,7 +133,9 @@ def item_tensors(stage: str, sequences: Sequence[Any], trained: Any = None, row:
 class ItemSet(Sequence):
     """The items of one stage's part, a sequence of dicts of tensors (int64).
 
-    sft: `input_ids`, `labels` [T];  reward: `chosen_ids`, `rejected_ids` [T];  ppo: `prompt_ids` [T], `row`.
+    sft: `input_ids`, `labels` [T];  ppo: `prompt_ids` [T], `row`;  reward: a pair is `chosen_ids`, `rejected_ids` [T],
+    `chosen_start`, `rejected_start` (where the answers begin), `margin`, one answer `answer_ids` [T], `answer_start`,
+    `target`, both with `kind` (see KINDS) and `source` (its number in the report).
     """
 
     def __init__(self, folder: Path, stage: str):
@@ -114,7 +148,8 @@ class ItemSet(Sequence):
     def _map(self, name: str) -> np.ndarray:
         if name not in self._maps:
             path = self.folder / name
-            kind = {"i32": np.int32, "i64": np.int64, "u8": np.uint8, "jsonl": np.uint8}[name.rpartition(".")[2]]
+            kinds = {"i32": np.int32, "i64": np.int64, "u8": np.uint8, "jsonl": np.uint8, "rec": FACTS}
+            kind = kinds[name.rpartition(".")[2]]
             empty = path.stat().st_size == 0  # which cannot be mapped
             self._maps[name] = np.zeros(0, kind) if empty else np.memmap(path, kind, mode="r")
         return self._maps[name]
@@ -134,7 +169,9 @@ class ItemSet(Sequence):
         ids = [self._map("ids.i32")[start:end] for start, end in spans]
         start, end = spans[0]
         trained = self._map("trained.u8")[start:end] if self.stage == "sft" else None
-        return item_tensors(self.stage, ids, trained, self._row(item) if self.stage == "ppo" else None)
+        row = self._row(item) if self.stage == "ppo" else None
+        facts = self._map("facts.rec")[item] if self.stage == "reward" else None
+        return item_tensors(self.stage, ids, trained, row, facts)
 
     def lengths(self) -> np.ndarray:
         """Tokens of each item (of a pair, of its longer side), int64 [items]; for batches of similar length."""

@@ -166,7 +166,7 @@ class SourceStream:
                 self.report.drop(str(item), f"{place}: {item}")
             else:
                 self.report.rows_train += 1
-                yield item_tensors(self.rules.stage, item.sequences, item.trained, item.row)
+                yield item_tensors(self.rules.stage, item.sequences, item.trained, item.row, item.facts)
 
 
 class ItemStream:
@@ -213,7 +213,7 @@ class ItemStream:
                 break
             for item in make_items(rows, source.tokenizer, source.rules, report):
                 if not isinstance(item, Refused):
-                    items.append(item_tensors(source.rules.stage, item.sequences, item.trained, item.row))
+                    items.append(item_tensors(source.rules.stage, item.sequences, item.trained, item.row, item.facts))
         return items[:count]
 
     def state_dict(self) -> dict[str, Any]:

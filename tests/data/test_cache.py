@@ -8,6 +8,7 @@ import os
 import time
 
 import pytest
+import torch
 
 from data import BatchSampler, cache, load_stage_data
 from tests.data.kit import CHATML, byte_level_fast, sentencepiece_fast
@@ -29,7 +30,8 @@ def load(tmp_path, stage="sft", tokenizer=None, **options):
 
 
 def tensors(parts):
-    return [[value.tolist() for key, value in item.items() if key != "row"] for item in [*parts.train, *parts.eval]]
+    items = [*parts.train, *parts.eval]
+    return [[value.tolist() for value in item.values() if isinstance(value, torch.Tensor)] for item in items]
 
 
 @pytest.fixture

@@ -57,6 +57,7 @@ def test_reward_stage_counts_both_rows_of_a_pair(tmp_path):
         data_split="0,1,0",
         data_output_path=tmp_path / "cache",
         eval_fraction=0.0,
+        single_answers="pair",
     )
     source = parts.report["sources"][0]
     assert (source["rows_read"], source["rows_train"], source["items_train"]) == (14, 11, 6)

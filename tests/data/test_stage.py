@@ -112,7 +112,7 @@ def test_dropped_rows_are_counted_by_reason(load):
         {"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}]},
         {"prompt": "empty", "chosen": "", "rejected": "no"},
     ]
-    parts = load("reward", rows, data_split="0,1,0", eval_fraction=0.0)
+    parts = load("reward", rows, data_split="0,1,0", eval_fraction=0.0, single_answers="pair")
     assert parts.report["totals"]["rows_dropped"] == {
         "both answers equal": 1,
         "prompts differ": 1,

@@ -91,7 +91,7 @@ def test_batches_and_drops(tmp_path):
     one = stream(path, "reward", data_split="0,1,0", buffer_rows=100)
     batches = list(itertools.islice(one.batches(5), 2))
     assert [len(batch) for batch in batches] == [5, 5]
-    assert set(batches[0][0]) == {"chosen_ids", "rejected_ids"}
+    assert {"chosen_ids", "rejected_ids"} <= set(batches[0][0])
     next(iter(one.batches(1)))
     assert one.sources[0].passes == 1
 
