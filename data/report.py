@@ -14,6 +14,8 @@ from typing import Any
 OTHER_STAGES = "dealt to the other stages"
 """Not lost: rows that `data_split` gave to another stage. Counted with the dropped ones, so that rows add up."""
 
+COUNTS = ("rows_read", "rows_train", "rows_eval", "items_train", "items_eval")
+
 MALFORMED = frozenset(
     {
         "not JSON",
@@ -65,6 +67,10 @@ class SourceReport:
         if example:
             self.first_dropped.setdefault(reason, example)
 
+    def copy(self) -> SourceReport:
+        """A report of the same counts, with counters of its own."""
+        return combined([self])
+
     def check_malformed(self, limit: float) -> None:
         """Raises ValueError when more than `limit` of the rows read so far are malformed."""
         bad = {reason: count for reason, count in self.rows_dropped.items() if reason in MALFORMED}
@@ -98,13 +104,26 @@ class SourceReport:
         return out
 
 
+def combined(reports: list[SourceReport]) -> SourceReport:
+    """The sums of several reports on the same source; first examples are those of the first that has one."""
+    first = reports[0]
+    out = SourceReport(first.name, files=first.files, files_unused=first.files_unused)
+    out.sha256, out.number = first.sha256, first.number
+    for report in reports:
+        for name in COUNTS:
+            setattr(out, name, getattr(out, name) + getattr(report, name))
+        for name in ("rows_dropped", "shapes", "rows_cut"):
+            getattr(out, name).update(getattr(report, name))
+        out.first_dropped = report.first_dropped | out.first_dropped
+    return out
+
+
 def totals(reports: list[SourceReport]) -> dict[str, Any]:
     """The sums over all sources, under the same names."""
     dropped: Counter[str] = Counter()
     for report in reports:
         dropped.update(report.rows_dropped)
-    counts = ("rows_read", "rows_train", "rows_eval", "items_train", "items_eval")
-    sums = {name: sum(getattr(report, name) for report in reports) for name in counts}
+    sums = {name: sum(getattr(report, name) for report in reports) for name in COUNTS}
     return {**sums, "rows_dropped": dict(dropped.most_common())}
 
 

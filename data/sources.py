@@ -28,6 +28,7 @@ from urllib.parse import parse_qsl
 from data.cache import content_hash, key_of
 from data.files import BadRecord, Record, count_file, file_kind, read_file
 from data.shapes import SHAPES
+from data.splits import Ratios, parse_ratios
 
 SAMPLE = Path(__file__).parent / "sample"
 JSONFILE = "local/jsonfile"
@@ -127,6 +128,27 @@ def with_shape(text: SourceLike, shape: str | None) -> Source:
     if shape is not None and shape not in SHAPES:
         raise ValueError(f"data_format {shape!r} is unknown: the shapes are {', '.join(SHAPES)}")
     return replace(source, shape=source.shape or shape)
+
+
+def dealt_sources(
+    stage: str,
+    data_path: SourceLike | Sequence[SourceLike],
+    data_split: Ratios,
+    sft_only_data_path: SourceLike | Sequence[SourceLike],
+    data_format: str | None,
+) -> list[tuple[Source, Ratios]]:
+    """The sources of a stage, each with the shares by which its rows are dealt to the stages.
+
+    Raises:
+        ValueError: no source at all, an unknown shape, or shares that are none.
+    """
+    parse_ratios(data_split)
+    shares = [(with_shape(path, data_format), data_split) for path in as_list(data_path)]
+    if stage == "sft":
+        shares += [(with_shape(path, data_format), "1,0,0") for path in as_list(sft_only_data_path)]
+    if not shares:
+        raise ValueError("data_path names no source: give a file, a folder, a hub name, or sample")
+    return shares
 
 
 class Records:

@@ -12,8 +12,8 @@ from data import cache
 from data.builder import Builder
 from data.items import make_rules
 from data.loading import BadRows
-from data.sources import SourceLike, as_list, open_source, with_shape
-from data.splits import hold_out, parse_ratios
+from data.sources import SourceLike, dealt_sources, open_source
+from data.splits import hold_out
 from data.store import ItemSet
 
 
@@ -72,18 +72,13 @@ def load_stage_data(
         ValueError: an argument that does not fit, or too few rows left; the message has the counts.
     """
     rules = make_rules(stage, max_seq_len, max_prompt_len, truncation, train_on_prompt, single_answers)
-    parse_ratios(data_split)
     hold_out([], eval_fraction)
     bad_rows = BadRows(on_bad_row, max_bad_rows)
-    shares = [(path, data_split) for path in as_list(data_path)]
-    if stage == "sft":
-        shares += [(path, "1,0,0") for path in as_list(sft_only_data_path)]
-    if not shares:
-        raise ValueError("data_path names no source: give a file, a folder, a hub name, or sample")
+    shares = dealt_sources(stage, data_path, data_split, sft_only_data_path, data_format)
     output = cache.default_folder() if data_output_path is None else Path(data_output_path)
 
     def find_or_build() -> tuple[Path, dict[str, Any]]:
-        sources = [(open_source(with_shape(path, data_format)), ratios) for path, ratios in shares]
+        sources = [(open_source(source), ratios) for source, ratios in shares]
         builder = Builder(sources, tokenizer, rules, seed, eval_fraction, bad_rows)
         return builder.find_or_build(output, min_train)
 

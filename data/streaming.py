@@ -8,46 +8,25 @@
 How many rows there are is not known, so a row's number and the seed decide its stage (shares hold on average, and
 the stages stay disjoint and covering), and whether it is held out. Every source starts again when it ends, in a
 new order; within one pass every row comes exactly once, on exactly one rank. The order is that of a shuffle
-buffer: the larger, the better mixed. Several sources are mixed by their weights.
+buffer: the larger, the better mixed. Several sources are mixed by their weights. Single answers with scores are not
+paired up, as that takes all answers to a prompt at once.
 """
 
 from __future__ import annotations
 
-import hashlib
-import random
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
 
-from data.items import STAGES, Refused, Rules, make_items, make_rules
-from data.loading import BadRows, new_report, read_rows
-from data.report import OTHER_STAGES, SourceReport
-from data.shapes import Row
-from data.sources import Opened, Records, SourceLike, as_list, open_source
-from data.splits import Ratios, parse_ratios
-from data.store import item_tensors
+import torch.distributed as dist
 
-HELD_OUT = "held out for evaluation"
-ENCODE_ROWS = 64
-
-
-class Dealer:
-    """Deals records by number: to one stage, and there to training or to evaluation."""
-
-    def __init__(self, stage: str, ratios: Ratios, seed: int, eval_fraction: float):
-        shares = parse_ratios(ratios)
-        number, total = STAGES.index(stage), sum(shares)
-        self.low, self.high = sum(shares[:number]) / total, sum(shares[: number + 1]) / total
-        self.cut = self.high - (self.high - self.low) * Fraction(str(eval_fraction))
-        self.seed = seed
-
-    def part(self, number: int) -> str | None:
-        """ "train", "eval", or None for another stage's record."""
-        digest = hashlib.blake2b(f"{self.seed}:{number}".encode(), digest_size=8).digest()
-        place = Fraction(int.from_bytes(digest), 2**64)
-        if not self.low <= place < self.high:
-            return None
-        return "train" if place < self.cut else "eval"
+from data.items import make_rules
+from data.loading import BadRows
+from data.report import combined, summary, totals
+from data.sources import SourceLike, dealt_sources, open_source
+from data.splits import Ratios, hold_out
+from data.stream_source import Dealer, Flow, Position, SourceStream
 
 
 def stream_stage_data(
@@ -56,6 +35,7 @@ def stream_stage_data(
     *,
     data_path: SourceLike | Sequence[SourceLike] = ("sample",),
     data_split: Ratios = "2,4,4",
+    sft_only_data_path: SourceLike | Sequence[SourceLike] = (),
     max_seq_len: int | None = None,
     max_prompt_len: int | None = None,
     train_on_prompt: bool = False,
@@ -64,6 +44,8 @@ def stream_stage_data(
     truncation: str | None = None,
     on_bad_row: str = "drop",
     max_bad_rows: float = BadRows.limit,
+    data_format: str | None = None,
+    single_answers: str = "auto",
     buffer_rows: int = 10_000,
     rank: int = 0,
     world_size: int = 1,
@@ -71,108 +53,34 @@ def stream_stage_data(
     """The endless stream of a stage's training items for one rank.
 
     Args: as of `data.load_stage_data`, and
-        buffer_rows: rows in the shuffle buffer.
-        rank, world_size: of this process; each row goes to one rank.
+        buffer_rows: records in the shuffle buffer.
+        rank, world_size: of this process; each record goes to one rank.
 
     Raises:
         FileNotFoundError: a path with nothing there. ValueError: an argument that does not fit.
     """
-    rules = make_rules(stage, max_seq_len, max_prompt_len, truncation, train_on_prompt)
+    rules = make_rules(stage, max_seq_len, max_prompt_len, truncation, train_on_prompt, single_answers)
+    hold_out([], eval_fraction)
     if buffer_rows < 1 or not 0 <= rank < world_size:
         raise ValueError(
             f"buffer_rows {buffer_rows}, rank {rank} of {world_size}: need buffer_rows >= 1, 0 <= rank < ranks"
         )
-    dealer = Dealer(stage, data_split, seed, eval_fraction)
-    options = {
-        "seed": seed,
-        "bad_rows": BadRows(on_bad_row, max_bad_rows),
-        "buffer_rows": buffer_rows,
-        "rank": rank,
-        "world_size": world_size,
-    }
-    opened = [open_source(path, streaming=True) for path in as_list(data_path)]
-    return ItemStream([SourceStream(one, dealer, tokenizer, rules, options) for one in opened])
-
-
-class SourceStream:
-    """The training items of one source for one rank, pass after pass."""
-
-    def __init__(self, opened: Opened, dealer: Dealer, tokenizer: Any, rules: Rules, options: dict[str, Any]):
-        self.opened, self.dealer, self.tokenizer, self.rules = opened, dealer, tokenizer, rules
-        self.options = options
-        self.passes, self.given = 0, 0
-        self.report: SourceReport = new_report(opened)
-
-    def rows(self) -> Iterator[tuple[str, Row]]:
-        """(place, row) of this pass, shuffled; the same on every rank."""
-        draw = random.Random(f"{self.options['seed']}:{self.passes}")
-        self.report = new_report(self.opened)
-        buffer: list[tuple[str, Row]] = []
-        found = read_rows(
-            self.opened.train,
-            self.opened.source,
-            self.report,
-            bad_rows=self.options["bad_rows"],
-            wanted=self.refuse,
-        )
-        for _, place, rows in found:
-            for row in rows:
-                if len(buffer) < self.options["buffer_rows"]:
-                    buffer.append((place, row))
-                    continue
-                pick = draw.randrange(len(buffer))
-                yield buffer[pick]
-                buffer[pick] = (place, row)
-        draw.shuffle(buffer)
-        yield from buffer
-
-    def refuse(self, number: int) -> str | None:
-        part = self.dealer.part(number)
-        return None if part == "train" else OTHER_STAGES if part is None else HELD_OUT
-
-    def items(self) -> Iterator[dict[str, Any]]:
-        """This rank's items from where the stream stands on, without end.
-
-        Raises:
-            ValueError: a whole pass without one usable row.
-        """
-        rank, world = self.options["rank"], self.options["world_size"]
-        while True:
-            skip, usable = self.given, self.given > 0
-            batch: list[tuple[int, str, Row]] = []
-            for number, (place, row) in enumerate(self.rows()):
-                if number >= skip and number % world == rank:
-                    batch.append((number, place, row))
-                if len(batch) == ENCODE_ROWS:
-                    for item in self.encode(batch):
-                        usable = True
-                        yield item
-                    batch = []
-            for item in self.encode(batch):
-                usable = True
-                yield item
-            if not usable and not skip:
-                raise ValueError(
-                    f"{self.opened.source.name}: no usable row for stage {self.rules.stage} on rank {rank}: "
-                    f"{dict(self.report.rows_dropped)}"
-                )
-            self.passes, self.given = self.passes + 1, 0
-
-    def encode(self, batch: list[tuple[int, str, Row]]) -> Iterator[dict[str, Any]]:
-        made = make_items([row for _, _, row in batch], self.tokenizer, self.rules, self.report)
-        for (number, place, _), item in zip(batch, made, strict=True):
-            self.given = number + 1
-            if isinstance(item, Refused):
-                self.report.drop(str(item), f"{place}: {item}")
-            else:
-                self.report.rows_train += 1
-                yield item_tensors(self.rules.stage, item.sequences, item.trained, item.row, item.facts)
+    flow = Flow(seed, BadRows(on_bad_row, max_bad_rows), buffer_rows, rank, world_size)
+    shares = dealt_sources(stage, data_path, data_split, sft_only_data_path, data_format)
+    streams = []
+    for number, (source, ratios) in enumerate(shares):
+        if source.weight > 0:
+            dealer = Dealer(stage, ratios, seed, eval_fraction)
+            streams.append(SourceStream(open_source(source, streaming=True), dealer, tokenizer, rules, flow, number))
+    return ItemStream(streams)
 
 
 class ItemStream:
     """An endless stream of one rank's training items; see this module."""
 
     def __init__(self, sources: list[SourceStream]):
+        if not sources:
+            raise ValueError("every source of data_path has weight 0: give one of them a weight above 0")
         self.sources = sources
         self._credit = [Fraction(0)] * len(sources)
         self._running: list[Iterator[dict[str, Any]]] | None = None
@@ -194,33 +102,42 @@ class ItemStream:
         while True:
             yield [next(items) for _ in range(size)]
 
+    @property
+    def passes(self) -> int:
+        """Whole passes over the source that has been gone through least often."""
+        return min(source.position.passes for source in self.sources)
+
     def held_out(self, count: int) -> list[dict[str, Any]]:
         """At most `count` evaluation items: of the sources' evaluation parts, else of what the deal holds out."""
         found: list[dict[str, Any]] = []
         for source in self.sources:
-            records, own = source.opened.train, source.opened.eval
-            found += self._evaluation(source, own or records, own is not None, count - len(found))
+            found += source.held_out(count - len(found))
         return found
 
-    def _evaluation(self, source: SourceStream, records: Records, whole: bool, count: int) -> list[dict[str, Any]]:
-        def refuse(number: int) -> str | None:
-            return None if whole or source.dealer.part(number) == "eval" else OTHER_STAGES
-
-        items: list[dict[str, Any]] = []
-        report = new_report(source.opened)
-        for _, _, rows in read_rows(records, source.opened.source, report, wanted=refuse):
-            if len(items) >= count:
-                break
-            for item in make_items(rows, source.tokenizer, source.rules, report):
-                if not isinstance(item, Refused):
-                    items.append(item_tensors(source.rules.stage, item.sequences, item.trained, item.row, item.facts))
-        return items[:count]
+    def report(self) -> dict[str, Any]:
+        """The account so far, over all ranks and passes, as in data_report.json. Collective when ranks are up."""
+        counted: list[Any] = [[source.counted() for source in self.sources]]
+        if dist.is_available() and dist.is_initialized():
+            counted *= dist.get_world_size()
+            dist.all_gather_object(counted, counted[0])
+        reports = [combined(list(of_ranks)) for of_ranks in zip(*counted, strict=True)]
+        first = self.sources[0]
+        return {
+            "stage": first.rules.stage,
+            "seed": first.flow.seed,
+            "truncation": first.rules.truncation,
+            "max_tokens": first.rules.limit,
+            "streaming": True,
+            "sources": [report.as_dict() for report in reports],
+            "totals": totals(reports),
+            "lines": [summary(report) for report in reports],
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands: JSON-ready."""
         return {
             "credit": [str(credit) for credit in self._credit],
-            "sources": [{"passes": source.passes, "given": source.given} for source in self.sources],
+            "sources": [asdict(source.position) for source in self.sources],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -233,5 +150,5 @@ class ItemStream:
             raise ValueError(f"the saved stream had {len(state['sources'])} sources, this one has {len(self.sources)}")
         self._credit = [Fraction(credit) for credit in state["credit"]]
         for source, saved in zip(self.sources, state["sources"], strict=True):
-            source.passes, source.given = saved["passes"], saved["given"]
+            source.position = Position(**saved)
         self._running = None

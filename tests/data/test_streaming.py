@@ -93,7 +93,7 @@ def test_batches_and_drops(tmp_path):
     assert [len(batch) for batch in batches] == [5, 5]
     assert {"chosen_ids", "rejected_ids"} <= set(batches[0][0])
     next(iter(one.batches(1)))
-    assert one.sources[0].passes == 1
+    assert one.passes == 1
 
 
 def test_nothing_usable_is_an_error(tmp_path):
@@ -122,3 +122,62 @@ def test_state_of_other_sources(tmp_path):
     path = write(tmp_path / "rows.jsonl")
     with pytest.raises(ValueError, match="the saved stream had 2 sources, this one has 1"):
         stream(path).load_state_dict(stream([path, path]).state_dict())
+
+
+def test_rows_of_the_report_add_up_on_all_ranks(tmp_path):
+    path = write(tmp_path / "rows.jsonl", n=50)
+    with path.open("a") as file:
+        file.write('{"prompt": "no pair"}\n{broken\n')
+    ranks = [
+        stream(path, "reward", data_split="1,2,1", eval_fraction=0.1, rank=rank, world_size=2) for rank in range(2)
+    ]
+    for one in ranks:
+        list(itertools.islice(one, 30))
+        (source,) = one.report()["sources"]
+        assert source["rows_read"] == source["rows_train"] + sum(source["rows_dropped"].values())
+        assert source["rows_train"] == source["items_train"] == 30
+        assert source["rows_dropped"]["read ahead, not used yet"] > 0
+    while ranks[0].passes < 1:
+        next(iter(ranks[0]))
+    assert ranks[0].report()["sources"][0]["rows_dropped"]["held out for evaluation"] > 0
+
+
+def test_rows_of_an_own_evaluation_part_are_counted(tmp_path):
+    write(tmp_path / "train.jsonl", 10)
+    write(tmp_path / "eval.jsonl", 4, "held")
+    one = stream(tmp_path)
+    assert len(one.held_out(3)) == 3
+    totals = one.report()["totals"]
+    assert (totals["rows_read"], totals["rows_eval"], totals["rows_dropped"]) == (3, 3, {})
+
+
+def test_several_rejected_answers_are_resumed_in_the_middle(tmp_path):
+    rows = [{"prompt": f"q {k}", "chosen": "yes", "rejected": ["no", f"never {k}", "hm"]} for k in range(7)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def one():
+        return stream(tmp_path / "rows.jsonl", "reward", data_split="0,1,0", buffer_rows=3)
+
+    def texts(items):
+        return [build("byte-level").decode(item["rejected_ids"]) for item in items]
+
+    whole = texts(itertools.islice(one(), 50))
+    assert len(set(whole[:21])) == 21 and set(whole[21:42]) == set(whole[:21])
+    for taken in (1, 2, 3, 20, 22):
+        before, after = one(), one()
+        list(itertools.islice(before, taken))
+        after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        assert texts(itertools.islice(after, 50 - taken)) == whole[taken:]
+        (source,) = after.report()["sources"]
+        assert source["rows_read"] == source["rows_train"] + sum(source["rows_dropped"].values())
+
+
+def test_sources_of_sft_alone_and_weights_of_zero(tmp_path):
+    sources = [write(tmp_path / "a.jsonl", 40, "a"), f"{write(tmp_path / 'b.jsonl', 40, 'b')}:0"]
+    only = write(tmp_path / "c.jsonl", 5, "c")
+    one = stream(sources, "sft", data_split="1,1,0", sft_only_data_path=only)
+    texts = [build("byte-level").decode(item["input_ids"]) for item in itertools.islice(one, 60)]
+    assert {text.partition("Human: ")[2][0] for text in texts} == {"a", "c"}
+    assert {text.partition("Human: c ")[2][0] for text in texts if "Human: c" in text} == set("01234")
+    with pytest.raises(ValueError, match="every source of data_path has weight 0"):
+        stream(f"{only}:0")
