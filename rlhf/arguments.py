@@ -13,7 +13,7 @@ from collections.abc import Callable
 from rlhf.arguments_ppo import ppo_parser
 from rlhf.data_flags import data_group
 from rlhf.flag_groups import evaluation_group, inert_padding, model_group, output_group, scale_group, training_group
-from rlhf.flags import Parser, nearest, parse, positive_int
+from rlhf.flags import Parser, nearest, non_negative_float, parse, positive_int
 
 __all__ = [
     "INERT",
@@ -75,8 +75,14 @@ def sft_parser() -> Parser:
 
 def reward_parser() -> Parser:
     """Flags of step 2, the reward model."""
-    parser = Parser("rlhf reward", "Step 2: a reward model from pairs of chosen and rejected answers.")
-    data_group(parser, "reward")
+    parser = Parser("rlhf reward", "Step 2: a reward model from pairs of answers, or single answers with a number.")
+    data = data_group(parser, "reward")
+    data.add_argument(
+        "--single_answers",
+        choices=("auto", "pair", "label", "score"),
+        default="auto",
+        help="what an answer with a number of its own is: of a pair, a label, a score; auto: see the README",
+    )
     model_group(parser)
     training = training_group(parser, learning_rate=5e-5)
     training.add_argument(
@@ -84,6 +90,12 @@ def reward_parser() -> Parser:
         choices=("end", "token"),
         default="end",
         help="compare scores at the last token, or the mean over tokens from the first difference on",
+    )
+    training.add_argument(
+        "--margin_scale",
+        type=non_negative_float,
+        default=1.0,
+        help="factor of the margins in the data by which chosen answers must be better; 0: none",
     )
     evaluation = evaluation_group(parser)
     evaluation.add_argument(

@@ -34,13 +34,28 @@ def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
     return -masked_mean(logprobs, supervised), int(supervised.sum())
 
 
-def pair_loss(chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> torch.Tensor:
-    """`-log sigmoid(chosen - rejected)`, the mean over pairs: `[B], [B] -> scalar`.
+def pair_loss(
+    chosen_scores: torch.Tensor, rejected_scores: torch.Tensor, margins: torch.Tensor | float = 0.0
+) -> torch.Tensor:
+    """`-log sigmoid(chosen - rejected - margin)`, the mean over pairs: `[B], [B], [B] -> scalar`.
 
-    Linear for a large negative gap (100 at -100), so neither the loss nor its gradient overflows.
+    With a margin the chosen answer must be better by that much for the same loss (Llama 2's reward loss). Linear for
+    a large negative gap (100 at -100), so neither the loss nor its gradient overflows.
     """
-    gaps = chosen_scores.float() - rejected_scores.float()
+    gaps = chosen_scores.float() - rejected_scores.float() - margins
     return -F.logsigmoid(gaps).sum() / max(1, gaps.numel())
+
+
+def single_loss(scores: torch.Tensor, targets: torch.Tensor, is_label: torch.Tensor) -> torch.Tensor:
+    """The loss of answers that were judged one by one, the mean over them: `[B], [B], [B] -> scalar`.
+
+    Where `is_label` the target is the probability that the answer is good, and the loss the cross-entropy of
+    sigmoid(score); elsewhere the target is a score, and the loss the squared error.
+    """
+    scores = scores.float()
+    cross_entropy = F.binary_cross_entropy_with_logits(scores, targets.clamp(0, 1), reduction="none")
+    losses = torch.where(is_label, cross_entropy, (scores - targets).square())
+    return losses.sum() / max(1, losses.numel())
 
 
 def pair_token_loss(
@@ -50,6 +65,7 @@ def pair_token_loss(
     rejected_ids: torch.Tensor,
     chosen_mask: torch.Tensor,
     rejected_mask: torch.Tensor,
+    margins: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The pair loss at every token from the first difference on: mean over tokens, then over pairs.
 
@@ -61,6 +77,7 @@ def pair_token_loss(
         chosen_values, rejected_values: `[B, T]`, the score head at every position.
         chosen_ids, rejected_ids: `[B, T]` token ids.
         chosen_mask, rejected_mask: `[B, T]` bool, real tokens; padded on either side.
+        margins: `[B]`, taken off the gap at every token.
     """
     values_c, ids_c, real_c, length_c = _aligned(chosen_values, chosen_ids, chosen_mask)
     values_r, ids_r, real_r, length_r = _aligned(rejected_values, rejected_ids, rejected_mask)
@@ -72,7 +89,8 @@ def pair_token_loss(
     # a pair without any difference starts at its last token
     started = (differs | last).cumsum(1) > 0
     counted = started & either
-    losses = torch.where(counted, -F.logsigmoid(values_c - values_r), 0.0)
+    gaps = values_c - values_r if margins is None else values_c - values_r - margins.unsqueeze(1)
+    losses = torch.where(counted, -F.logsigmoid(gaps), 0.0)
     per_pair = losses.sum(1) / counted.sum(1).clamp(min=1)
     return per_pair.sum() / max(1, per_pair.numel())
 

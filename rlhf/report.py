@@ -88,7 +88,7 @@ def table_rows(found: Mapping[str, StageResult], summary: Mapping[str, Any]) -> 
     if "sft" in found:
         measures["sft"] = [("perplexity, held-out", _number(summary["sft_perplexity"], ".3f"))]
     if "reward" in found:
-        measures["reward"] = [("accuracy, held-out pairs", _percent(summary["reward_accuracy"]))]
+        measures["reward"] = _reward_rows(found["reward"])
     if "ppo" in found:
         before, after = summary["gold_rate_sft"], summary["gold_rate_ppo"]
         if before is not None or after is not None:
@@ -114,6 +114,29 @@ def table_rows(found: Mapping[str, StageResult], summary: Mapping[str, Any]) -> 
         for number, (measure, value) in enumerate(lines):
             rows.append((NAMES[stage], measure, value, time) if number == 0 else ("", measure, value, ""))
     return rows
+
+
+def _reward_rows(reward: StageResult) -> list[tuple[str, str]]:
+    """Accuracy and AUC with their 95% intervals, calibration, and the sources where there are several."""
+    rows = [("accuracy, held-out pairs", _percent(reward.last("accuracy")) + _range(reward, "accuracy", ".1%"))]
+    if reward.last("labels") and not reward.last("pairs"):
+        rows[0] = ("accuracy, held-out answers", rows[0][1])
+    by_source = reward.last("accuracy_by_source") or {}
+    if len(by_source) > 1:
+        rows += [(f"  of {Path(name).name}", _percent(value)) for name, value in by_source.items()]
+    if reward.last("auc") is not None:
+        value = _number(reward.last("auc"), ".3f") + _range(reward, "auc", ".3f")
+        rows.append(("AUC, good against bad answers", value))
+    if reward.last("ece") is not None:
+        rows.append(("calibration error of its verdicts", _percent(reward.last("ece"))))
+    if reward.last("score_error") is not None:
+        rows.append(("error of scores, root mean square", _number(reward.last("score_error"), ".3f")))
+    return rows
+
+
+def _range(result: StageResult, name: str, spec: str) -> str:
+    low, high = result.last(f"{name}_low"), result.last(f"{name}_high")
+    return "" if low is None or high is None else f"  ({_number(low, spec)} to {_number(high, spec)})"
 
 
 def print_table(rows: Sequence[Row], console: Console) -> None:

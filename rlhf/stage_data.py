@@ -46,4 +46,6 @@ def data_options(args: argparse.Namespace) -> dict[str, Any]:
         "on_bad_row": args.on_bad_row,
         "max_bad_rows": args.max_bad_rows,
         "data_format": args.data_format,
+        # DPO, which has no such flag, learns from pairs alone
+        "single_answers": getattr(args, "single_answers", "pair"),
     }

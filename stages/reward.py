@@ -1,6 +1,9 @@
-"""Step 2, the reward model: a backbone with a linear score head, trained on pairs of answers.
+"""Step 2, the reward model: a backbone with a linear score head, trained on judged answers.
 
-The score of a text is the head at its last real token, and the loss -log sigmoid(score_chosen - score_rejected).
+The score of a text is the head at its last real token. The loss of a pair is -log sigmoid(chosen - rejected - margin)
+of the scores; that of one answer with a 0/1 label the cross-entropy of sigmoid(score), with a score of its own the
+squared error. The kinds may be mixed: the loss is the mean over all pairs and single answers of a batch, each counting
+one. A row with several rejected answers is as many pairs.
 
     rlhf reward --model_name_or_path SFT_FOLDER --data_path FILE --output_dir OUTPUT
 """
@@ -13,14 +16,14 @@ import torch
 from transformers import set_seed
 
 import engine
-from data import collate_pairs
-from engine.distributed import all_reduce_sums
+from data import collate_answers
 from rlhf.arguments import parse, reward_parser
 from rlhf.launch import stage_main
-from rlhf.losses import pair_loss, pair_token_loss
+from rlhf.losses import pair_loss, pair_token_loss, single_loss
 from rlhf.metrics import MetricsWriter, write_run_json
 from rlhf.models import end_scores, load_tokenizer, new_score_model
 from rlhf.progress import Progress
+from rlhf.reward_metrics import Judged, RewardEvaluation, RewardMeter
 from rlhf.stage_data import load_data
 from rlhf.training import (
     batch_stream,
@@ -69,16 +72,17 @@ def main(argv: list[str] | None = None) -> None:
     writer = MetricsWriter(args.output_dir, "reward", args, start_step=eng.global_steps)
     with Progress(total_steps, "reward model", start=eng.global_steps) as progress:
         for step in range(eng.global_steps + 1, total_steps + 1):
-            started, lr, totals = time.perf_counter(), eng.get_lr()[0], torch.zeros(6, dtype=torch.float64)
+            started, lr, meter = time.perf_counter(), eng.get_lr()[0], RewardMeter()
             eng.train()
             for _ in range(accumulation):
                 epoch, indices = next(batches)
-                batch = to_device(collate_pairs([data.train[i] for i in indices], tokenizer.pad_token_id), eng.device)
-                loss, chosen, rejected = batch_loss(eng, batch, args.pair_loss)
-                loss = eng.backward(loss, weight=len(indices))
+                rows = [data.train[i] for i in indices]
+                batch = to_device(collate_answers(rows, tokenizer.pad_token_id), eng.device)
+                loss, judged = batch_loss(eng, batch, args)
+                eng.backward(loss, weight=len(indices))
                 eng.step()
-                totals += pair_sums(loss, chosen, rejected, batch)
-            metrics = pair_means(totals)
+                meter.add(judged)
+            metrics = meter.reduce()
             seconds = time.perf_counter() - started
             shown = {"loss": metrics["loss"], "accuracy": metrics["accuracy"], "lr": lr}
             writer.log(
@@ -96,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
             progress.update(step, **shown)
             if is_due(step, eval_interval) or step == total_steps:
                 limit = None if step == total_steps else args.eval_iters
-                writer.log_eval(step, evaluate(eng, data.eval, tokenizer, args, limit))
+                writer.log_eval(step, evaluate(eng, data, tokenizer, args, limit))
             if is_due(step, args.save_interval):
                 eng.save_checkpoint(checkpoint_folder(args))
 
@@ -105,57 +109,54 @@ def main(argv: list[str] | None = None) -> None:
     write_run_json(args.output_dir, args, status="complete")
 
 
-def batch_loss(model, batch: dict[str, torch.Tensor], kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The micro-batch's mean pair loss and the scores `[B]` of both sides, from one forward pass of `[2B, T]`."""
-    ids, mask = batch["input_ids"], batch["attention_mask"]
+def batch_loss(model, batch: dict[str, torch.Tensor], args) -> tuple[torch.Tensor, Judged]:
+    """The micro-batch's loss, the mean over its items, and the scores it comes from, in one forward pass.
+
+    A pair and a single answer each count one, whatever kinds of data are mixed.
+    """
+    ids, mask, margins = batch["input_ids"], batch["attention_mask"], args.margin_scale * batch["margins"]
+    pairs, singles = len(margins), len(batch["targets"])
+    sizes = [pairs, pairs, singles]
     values = model(ids, mask)
-    chosen, rejected = end_scores(values, mask).chunk(2)
-    if kind == "end":
-        loss = pair_loss(chosen, rejected)
+    chosen, rejected, single = end_scores(values, mask).split(sizes)
+    if args.pair_loss == "end":
+        of_pairs = pair_loss(chosen, rejected, margins)
     else:
-        (ids_c, ids_r), (mask_c, mask_r), (values_c, values_r) = ids.chunk(2), mask.chunk(2), values.chunk(2)
-        loss = pair_token_loss(values_c, values_r, ids_c, ids_r, mask_c, mask_r)
-    return loss, chosen.detach(), rejected.detach()
-
-
-def pair_sums(loss, chosen, rejected, batch) -> torch.Tensor:
-    """Sums over the micro-batch: loss, right ones (a tie is not right), both scores, pairs, tokens. `[6]`"""
-    pairs = len(chosen)
-    right = (chosen > rejected).sum()
-    figures = [float(loss) * pairs, right, chosen.sum(), rejected.sum(), pairs, batch["attention_mask"].sum()]
-    return torch.tensor([float(figure) for figure in figures], dtype=torch.float64)
-
-
-def pair_means(totals: torch.Tensor) -> dict[str, float]:
-    """Means over the pairs of all ranks from the sums of `pair_sums`."""
-    loss, right, chosen, rejected, pairs, tokens = all_reduce_sums(totals.tolist())
-    pairs = max(pairs, 1)
-    return {
-        "loss": loss / pairs,
-        "accuracy": right / pairs,
-        "chosen_score": chosen / pairs,
-        "rejected_score": rejected / pairs,
-        "tokens": int(tokens),
-    }
+        sides = [tensor.split(sizes)[side] for tensor in (values, ids, mask) for side in (0, 1)]
+        of_pairs = pair_token_loss(*sides, margins)
+    of_singles = single_loss(single, batch["targets"], batch["is_label"])
+    loss = (of_pairs * pairs + of_singles * singles) / (pairs + singles)
+    judged = Judged(
+        loss=float(loss.detach()),
+        chosen=chosen.detach(),
+        rejected=rejected.detach(),
+        single=single.detach(),
+        targets=batch["targets"],
+        is_label=batch["is_label"],
+        sources=batch["sources"],
+        tokens=int(mask.sum()),
+    )
+    return loss, judged
 
 
 @torch.no_grad()
-def evaluate(eng, items, tokenizer, args, limit: int | None) -> dict[str, float]:
-    """Held-out loss, accuracy and mean scores over at most `limit` batches a rank (all of them for None)."""
+def evaluate(eng, data, tokenizer, args, limit: int | None) -> dict[str, object]:
+    """Held-out figures over at most `limit` batches a rank (all of them for None), see `RewardEvaluation.result`."""
+    items = data.eval
     if not len(items):
         return {}
     eng.eval()
-    totals = torch.zeros(6, dtype=torch.float64)
+    evaluation = RewardEvaluation()
     sampler = sampler_for(items, args.per_device_eval_batch_size, args.seed, shuffle=False, drop_last=False)
     for number, indices in enumerate(sampler.iter(0)):
         if limit is not None and number >= limit:
             break
-        # A rank whose share has run out still takes part in stage 3's gathers, with a pair that counts for nothing.
-        batch = to_device(collate_pairs([items[i] for i in indices or [0]], tokenizer.pad_token_id), eng.device)
-        outcome = batch_loss(eng, batch, args.pair_loss)
+        # A rank whose share has run out still takes part in stage 3's gathers, with an item that counts for nothing.
+        batch = to_device(collate_answers([items[i] for i in indices or [0]], tokenizer.pad_token_id), eng.device)
+        _, judged = batch_loss(eng, batch, args)
         if indices:
-            totals += pair_sums(*outcome, batch)
-    return pair_means(totals)
+            evaluation.add(judged)
+    return evaluation.result([source["name"] for source in data.report["sources"]])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.losses import causal_lm_loss, masked_mean, pair_loss, pair_token_loss, policy_loss, value_loss
+from rlhf.losses import (
+    causal_lm_loss,
+    masked_mean,
+    pair_loss,
+    pair_token_loss,
+    policy_loss,
+    single_loss,
+    value_loss,
+)
 
 JUNK = [float("nan"), float("inf"), 1e30]
 
@@ -223,3 +231,26 @@ def test_micro_batches_weighted_by_tokens_give_the_whole_batch():
 
 def test_masked_mean_of_nothing_is_zero():
     assert masked_mean(torch.tensor([float("nan")]), torch.tensor([False])).item() == 0
+
+
+def test_a_margin_is_taken_off_the_gap():
+    chosen, rejected, margins = torch.tensor([1.0, 0.0]), torch.tensor([0.5, 2.0]), torch.tensor([1.0, 0.0])
+    expected = [-math.log(1 / (1 + math.exp(-gap))) for gap in (1.0 - 0.5 - 1.0, -2.0)]
+    assert pair_loss(chosen, rejected, margins).item() == pytest.approx(sum(expected) / 2, abs=1e-6)
+    ids, mask = torch.tensor([[1], [2]]), torch.ones(2, 1, dtype=torch.bool)
+    sides = (chosen[:, None], rejected[:, None], ids, ids + 3, mask, mask)
+    assert pair_token_loss(*sides, margins).item() == pytest.approx(sum(expected) / 2, abs=1e-6)
+
+
+def test_single_answers_by_hand():
+    scores = torch.tensor([2.0, -1.0, 0.3, 4.0], requires_grad=True)
+    targets, is_label = torch.tensor([1.0, 0.0, 0.25, 1.0]), torch.tensor([True, True, True, False])
+    loss = single_loss(scores, targets, is_label)
+    p = [1 / (1 + math.exp(-score)) for score in (2.0, -1.0, 0.3)]
+    expected = [-math.log(p[0]), -math.log(1 - p[1]), -0.25 * math.log(p[2]) - 0.75 * math.log(1 - p[2]), 9.0]
+    assert loss.item() == pytest.approx(sum(expected) / 4, abs=1e-6)
+    loss.backward()
+    gradient = [(p[0] - 1) / 4, p[1] / 4, (p[2] - 0.25) / 4, 2 * 3.0 / 4]
+    assert scores.grad.tolist() == pytest.approx(gradient, abs=1e-6)
+    empty = torch.zeros(0, requires_grad=True)
+    assert single_loss(empty, empty.detach(), empty.detach() > 0).item() == 0.0

@@ -183,3 +183,19 @@ def test_the_seconds_of_earlier_stages_are_kept(tmp_path):
     report.write_summary(tmp_path, {"sft": 12.5})
     assert report.read_seconds(tmp_path) == {"sft": 12.5}
     assert results.read_stage(tmp_path / "reward") is None
+
+
+def test_what_is_said_of_a_reward_model(tmp_path):
+    line = {"stage": "reward", "step": 4, "eval": True, "accuracy": 0.75, "accuracy_low": 0.6, "accuracy_high": 0.86}
+    line |= {"auc": 0.8, "auc_low": 0.71, "auc_high": 0.88, "ece": 0.043, "pairs": 4, "labels": 36, "score_error": 0.5}
+    line |= {"accuracy_by_source": {"a/one.jsonl": 0.5, "b/two.jsonl": 1.0}}
+    write_lines(tmp_path / "reward/metrics.jsonl", [line])
+    rows = report.table_rows(read_folder(tmp_path), summarize(read_folder(tmp_path), {}))
+    assert [(measure, value) for _, measure, value, _ in rows] == [
+        ("accuracy, held-out pairs", "75.0%  (60.0% to 86.0%)"),
+        ("  of one.jsonl", "50.0%"),
+        ("  of two.jsonl", "100.0%"),
+        ("AUC, good against bad answers", "0.800  (0.710 to 0.880)"),
+        ("calibration error of its verdicts", "4.3%"),
+        ("error of scores, root mean square", "0.500"),
+    ]

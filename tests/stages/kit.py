@@ -27,8 +27,8 @@ def write_rows(path: Path, count: int = 60) -> Path:
     return path
 
 
-def run(stage: str, output: Path, data: Path, **flags) -> list[dict]:
-    """Run one stage; True switches a flag on. Returns its metrics lines."""
+def run(stage: str, output: Path, data: Path | list[Path], **flags) -> list[dict]:
+    """Run one stage; True switches a flag on, a list gives several values. Returns its metrics lines."""
     models = {"sft": ("model_name_or_path",), "reward": ("model_name_or_path",), "ppo": ()}[stage]
     defaults = {name: str(tiny_models.folder()) for name in models}
     settings = {
@@ -42,7 +42,8 @@ def run(stage: str, output: Path, data: Path, **flags) -> list[dict]:
     }
     argv: list[str] = []
     for name, value in settings.items():
-        argv += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        words = [] if value is True else value if isinstance(value, list) else [value]
+        argv += [f"--{name}", *map(str, words)]
     MAINS[stage](argv)
     return lines(output)
 
