@@ -12,6 +12,7 @@
 from data import chat
 from data.batches import BatchSampler, collate_answers, collate_pairs, collate_prompts, collate_sft
 from data.loading import load_rows
+from data.packing import collate_packs, own_dialogue_mask, plan_packs
 from data.sources import Source, open_source, parse_source
 from data.splits import split_rows
 from data.stage import StageData, load_stage_data
@@ -24,13 +25,16 @@ __all__ = [
     "StageData",
     "chat",
     "collate_answers",
+    "collate_packs",
     "collate_pairs",
     "collate_prompts",
     "collate_sft",
     "load_rows",
     "load_stage_data",
     "open_source",
+    "own_dialogue_mask",
     "parse_source",
+    "plan_packs",
     "split_rows",
     "stream_stage_data",
 ]

@@ -80,12 +80,13 @@ class BatchSampler:
         return self._grouped(order, epoch).tolist()
 
     def _grouped(self, order: Any, epoch: int) -> Any:
-        """Sorts windows of 50 global batches by length, then deals the batches out in random order."""
+        """Sorts windows of 50 global batches by length, then deals the batches out in random order. The rows that
+        fill no batch are set aside before, so that they are a random lot."""
         size, window = self.global_size, 50 * self.global_size
-        for start in range(0, self.n, window):
-            part = order[start : start + window]
-            order[start : start + window] = part[self.lengths[part].argsort(kind="stable")[::-1]]
         whole = self.n // size
+        for start in range(0, whole * size, window):
+            part = order[start : min(start + window, whole * size)]
+            order[start : start + len(part)] = part[self.lengths[part].argsort(kind="stable")[::-1]]
         batches = order[: whole * size].reshape(whole, size)
         order[: whole * size] = batches[shuffled(whole, self.seed, epoch, 1)].reshape(-1)
         return order

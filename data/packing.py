@@ -1,8 +1,8 @@
 """Several short SFT items in one long row, so that no compute goes into padding.
 
-A packed row is a row of dialogues, each with positions from 0 on; its first token has no label, since nothing of
-its own stands before it. Transformers' attention keeps them apart when it is given those positions and no
-attention mask: tokens see their own dialogue alone, and the losses are those of the dialogues by themselves.
+A packed row holds dialogues one behind the other, each with positions from 0 on; its first token has no label, since
+nothing of its own stands before it. `own_dialogue_mask` keeps attention within a dialogue, so that the losses are
+those of the dialogues by themselves.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from data.batches import collate_sft
 from data.chat import IGNORE
 
 
@@ -44,14 +45,38 @@ def plan_packs(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return packs
 
 
-def pack_items(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """SFT items as one row: input_ids, labels, position_ids [1, T], with T the sum of their lengths."""
-    labels = [item["labels"].clone() for item in items]
+def collate_packs(
+    packs: Sequence[Sequence[dict[str, Tensor]]], pad_id: int | None, pad_to_multiple_of: int = 1
+) -> dict[str, Tensor]:
+    """Packs of SFT items to a right-padded batch, one row a pack.
+
+    Returns:
+        input_ids, labels, attention_mask as of `data.collate_sft`; position_ids, from 0 on in each dialogue;
+        dialogue_ids, which count a row's dialogues from 1, 0 on padding. All `[B, T]`.
+    """
+    batch = collate_sft([_joined(pack) for pack in packs], pad_id, pad_to_multiple_of)
+    positions = torch.zeros_like(batch["input_ids"])
+    dialogues = torch.zeros_like(batch["input_ids"])
+    for row, pack in enumerate(packs):
+        start = 0
+        for number, item in enumerate(pack, 1):
+            end = start + len(item["input_ids"])
+            positions[row, start:end] = torch.arange(end - start)
+            dialogues[row, start:end] = number
+            start = end
+    return {**batch, "position_ids": positions, "dialogue_ids": dialogues}
+
+
+def _joined(pack: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    labels = [item["labels"].clone() for item in pack]
     for one in labels:
         one[0] = IGNORE
-    rows = {
-        "input_ids": torch.cat([item["input_ids"] for item in items]),
-        "labels": torch.cat(labels),
-        "position_ids": torch.cat([torch.arange(len(one)) for one in labels]),
-    }
-    return {name: row[None] for name, row in rows.items()}
+    return {"input_ids": torch.cat([item["input_ids"] for item in pack]), "labels": torch.cat(labels)}
+
+
+def own_dialogue_mask(dialogue_ids: Tensor) -> Tensor:
+    """`[B, T] -> [B, 1, T, T]` bool: True where a query (third axis) may see a key (last axis), which is of its own
+    dialogue and not behind it. Padding sees padding, so that no row of attention is empty."""
+    length = dialogue_ids.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=dialogue_ids.device).tril()
+    return ((dialogue_ids.unsqueeze(2) == dialogue_ids.unsqueeze(1)) & causal).unsqueeze(1)

@@ -68,9 +68,9 @@ def stream_stage_data(
     flow = Flow(seed, BadRows(on_bad_row, max_bad_rows), buffer_rows, rank, world_size)
     shares = dealt_sources(stage, data_path, data_split, sft_only_data_path, data_format)
     streams = []
-    for number, (source, ratios) in enumerate(shares):
+    for source, ratios in shares:
         if source.weight > 0:
-            dealer = Dealer(stage, ratios, seed, eval_fraction)
+            dealer, number = Dealer(stage, ratios, seed, eval_fraction), len(streams)
             streams.append(SourceStream(open_source(source, streaming=True), dealer, tokenizer, rules, flow, number))
     return ItemStream(streams)
 

@@ -63,6 +63,9 @@ def sft_parser() -> Parser:
         metavar="SOURCE",
         help="sources used whole, in this stage only",
     )
+    data.add_argument(
+        "--packing", action="store_true", help="several dialogues share a row of --max_seq_len, each by itself"
+    )
     data.add_argument("--train_on_prompt", action="store_true", help="train on the prompt's tokens too")
     model_group(parser)
     training_group(parser, learning_rate=1e-3)

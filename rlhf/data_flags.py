@@ -9,7 +9,7 @@ import argparse
 import os
 import tempfile
 
-from rlhf.flags import Parser, eval_fraction, fraction, positive_int
+from rlhf.flags import Parser, eval_fraction, fraction, non_negative_int, positive_int
 
 TRUNCATION = {
     "sft": "what is done with longer dialogues; right when not given: the end is cut off",
@@ -50,4 +50,10 @@ def data_group(parser: Parser, stage: str) -> argparse._ArgumentGroup:
     add("--chat_template", metavar="FILE", help="Jinja file in place of the tokenizer's own chat template")
     add("--on_bad_row", choices=("drop", "error"), default="drop", help="count rows that cannot be read, or stop")
     add("--max_bad_rows", type=fraction, default=0.5, help="share of rows that cannot be read, above which to stop")
+    add("--streaming", action="store_true", help="read rows on the way, without a cache; needs --max_steps")
+    add("--shuffle_buffer", type=positive_int, default=10_000, help="rows of a source that --streaming mixes")
+    add("--stream_eval_rows", type=non_negative_int, default=500, help="most rows held out with --streaming")
+    add("--group_by_length", action="store_true", help="batches of rows of like length, with less padding")
+    if stage != "ppo":
+        add("--pad_to_multiple_of", type=positive_int, default=1, help="a batch's length is rounded up to a multiple")
     return group

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 import engine
+from rlhf.feed import Feed
 from rlhf.models import load_actor, load_score_model
 from rlhf.rollout import Models
 from rlhf.score_scale import ScoreScale
@@ -61,18 +62,24 @@ def load_models(args: Namespace, total_steps: int) -> Models:
     )
 
 
-def save(args: Namespace, models: Models, scale: ScoreScale, kl, iteration: int) -> None:
+def save(args: Namespace, models: Models, scale: ScoreScale, kl, prompts: Feed, iteration: int) -> None:
     """Both engines under one tag, the critic last: its `latest` names a tag that both have."""
-    state = {"iteration": iteration, "score_scale": scale.state_dict(), "kl": kl.state_dict()}
+    state = {
+        "iteration": iteration,
+        "score_scale": scale.state_dict(),
+        "kl": kl.state_dict(),
+        "data": prompts.state_dict(),
+    }
     tag = f"iteration{iteration}"
     models.actor.save_checkpoint(checkpoint_folder(args, "actor"), tag=tag, client_state=state)
     models.critic.save_checkpoint(checkpoint_folder(args, "critic"), tag=tag, client_state=state)
 
 
-def resume(args: Namespace, models: Models, scale: ScoreScale, kl) -> int:
+def resume(args: Namespace, models: Models, scale: ScoreScale, kl, prompts: Feed) -> int:
     """Load the last checkpoint that both engines have; returns the iteration to go on after."""
     path, state = models.critic.load_checkpoint(checkpoint_folder(args, "critic"))
     models.actor.load_checkpoint(checkpoint_folder(args, "actor"), tag=path.name)
     scale.load_state_dict(state["score_scale"])
     kl.load_state_dict(state["kl"])
+    prompts.load_state_dict(state["data"])
     return state["iteration"]

@@ -1,42 +1,91 @@
-"""From a stage's flags to its data: `load_data`, the one place where the flags of `rlhf.data_flags` are read."""
+"""From a stage's flags to its data: the one place where the flags of `rlhf.data_flags` are read."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from data import StageData, load_stage_data
+from data import (
+    ItemStream,
+    StageData,
+    collate_packs,
+    collate_sft,
+    load_stage_data,
+    stream_stage_data,
+)
 from data.chat import use_template_file
 from engine import distributed
 from rlhf.metrics import write_data_report
+
+Collate = Callable[[Sequence[Any]], dict[str, Any]]
 
 
 def load_data(stage: str, tokenizer: Any, args: argparse.Namespace) -> StageData:
     """The items that `args` ask for, as `stage` ("sft", "reward" or "ppo") takes them. Collective.
 
     Gives the tokenizer the chat template of `--chat_template`, writes `data_report.json`, and prints how many
-    rows of each source were read, used and dropped.
+    rows of each source were read, used and dropped. With `--streaming`, `train` is an `ItemStream` and `eval` a list.
 
     Raises:
         FileNotFoundError, ValueError: as `data.load_stage_data`, in one line.
     """
     if args.chat_template:
         use_template_file(tokenizer, args.chat_template)
-    data = load_stage_data(stage, tokenizer, **data_options(args))
+    if args.streaming:
+        return _open_stream(stage, tokenizer, args)
+    data = load_stage_data(stage, tokenizer, data_output_path=args.data_output_path, **data_options(args))
+    report_data(data, args)
+    return data
+
+
+def _open_stream(stage: str, tokenizer: Any, args: argparse.Namespace) -> StageData:
+    stream = stream_stage_data(
+        stage,
+        tokenizer,
+        buffer_rows=args.shuffle_buffer,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+        **data_options(args),
+    )
+    held_out = stream.held_out(args.stream_eval_rows)
+    if not held_out and args.eval_fraction and args.stream_eval_rows:
+        raise ValueError(
+            f"no row to evaluate with in {', '.join(map(str, args.data_path))}: raise --eval_fraction, or set it to 0"
+        )
+    return StageData(stream, held_out, stream.report())
+
+
+def report_data(data: StageData, args: argparse.Namespace) -> None:
+    """Writes `data_report.json`, and prints a line for each source; of a stream, what it has given so far. Collective.
+
+    A stage calls it at its end: by then a stream has been read.
+    """
+    if isinstance(data.train, ItemStream):
+        data.report = data.train.report()
     write_data_report(args.output_dir, data.report)
     if distributed.is_main():
         for line in data.report["lines"]:
             print(f"data: {line}", flush=True)
-    return data
+
+
+def collate_with(collate: Callable[..., dict[str, Any]], tokenizer: Any, args: argparse.Namespace) -> Collate:
+    """`collate` (of `data`) with the tokenizer's padding and `--pad_to_multiple_of`."""
+    return lambda items: collate(items, tokenizer.pad_token_id, args.pad_to_multiple_of)
+
+
+def sft_collates(tokenizer: Any, args: argparse.Namespace) -> tuple[Collate, Collate]:
+    """(of training, of evaluation): with `--packing` only training's rows are packed."""
+    plain = collate_with(collate_sft, tokenizer, args)
+    return (collate_with(collate_packs, tokenizer, args) if args.packing else plain), plain
 
 
 def data_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `data.load_stage_data` that the flags stand for."""
+    """The arguments of `data.load_stage_data` and `data.stream_stage_data` that the flags stand for."""
     return {
         "data_path": args.data_path,
         "data_split": args.data_split,
         "sft_only_data_path": getattr(args, "sft_only_data_path", ()),
-        "data_output_path": args.data_output_path,
         "max_seq_len": getattr(args, "max_seq_len", None),
         "max_prompt_len": getattr(args, "max_prompt_seq_len", None),
         "train_on_prompt": getattr(args, "train_on_prompt", False),

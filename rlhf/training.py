@@ -77,9 +77,9 @@ def prepare_module(module: torch.nn.Module, gradient_checkpointing: bool) -> tor
 
 
 def sampler_for(
-    items: Any, batch_size: int, seed: int, *, shuffle: bool = True, drop_last: bool = True
+    items: Any, batch_size: int, seed: int, *, shuffle: bool = True, drop_last: bool = True, lengths: Any = None
 ) -> BatchSampler:
-    """This rank's share of `items`, `batch_size` at a time."""
+    """This rank's share of `items`, `batch_size` at a time; by `lengths`, rows of like length together."""
     return BatchSampler(
         len(items),
         batch_size,
@@ -88,6 +88,7 @@ def sampler_for(
         seed=seed,
         shuffle=shuffle,
         drop_last=drop_last,
+        lengths=lengths,
     )
 
 
@@ -100,12 +101,17 @@ def batch_stream(sampler: BatchSampler, start: int = 0) -> Iterator[tuple[int, l
         epoch, batch = epoch + 1, 0
 
 
-def count_steps(batches_per_epoch: int, args: argparse.Namespace) -> int:
-    """Optimizer steps of a run: whole accumulation windows over all epochs, at most `--max_steps`.
+def count_steps(batches_per_epoch: int | None, args: argparse.Namespace) -> int:
+    """Optimizer steps of a run: whole accumulation windows over all epochs, at most `--max_steps`. A stream, which
+    does not know its epochs (None), runs for `--max_steps`.
 
     Raises:
-        ValueError: there is not one whole step in the data.
+        ValueError: there is not one whole step in the data, or a stream without `--max_steps`.
     """
+    if batches_per_epoch is None:
+        if not args.max_steps:
+            raise ValueError("--streaming does not know how many rows there are: say with --max_steps when to stop")
+        return args.max_steps
     steps = args.num_train_epochs * batches_per_epoch // args.gradient_accumulation_steps
     if steps == 0:
         raise ValueError(
@@ -113,6 +119,13 @@ def count_steps(batches_per_epoch: int, args: argparse.Namespace) -> int:
             f"--gradient_accumulation_steps {args.gradient_accumulation_steps}: lower it or the batch size"
         )
     return min(steps, args.max_steps) if args.max_steps else steps
+
+
+def evaluation_interval(batches_per_epoch: int | None, args: argparse.Namespace) -> int:
+    """Optimizer steps between evaluations: as asked for, else an epoch; 0, none before the end, for a stream."""
+    if args.eval_interval or batches_per_epoch is None:
+        return args.eval_interval
+    return max(1, batches_per_epoch // args.gradient_accumulation_steps)
 
 
 def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:

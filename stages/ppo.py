@@ -19,6 +19,7 @@ from rlhf.advantage import gae, shape_rewards, whiten
 from rlhf.arguments import parse, ppo_parser
 from rlhf.evaluation import Evaluator, show
 from rlhf.experience import Experience
+from rlhf.feed import open_feed
 from rlhf.gold import load_gold
 from rlhf.kl import make_controller
 from rlhf.launch import stage_main
@@ -31,8 +32,8 @@ from rlhf.progress import Progress
 from rlhf.ptx import PTX
 from rlhf.rollout import generate, judge
 from rlhf.score_scale import ScoreScale
-from rlhf.stage_data import load_data
-from rlhf.training import batch_stream, is_due, refuse_to_bury, sampler_for, save_model
+from rlhf.stage_data import load_data, report_data
+from rlhf.training import count_steps, is_due, refuse_to_bury, save_model
 
 EMA_BETA = 0.992
 
@@ -50,14 +51,14 @@ def main(argv: list[str] | None = None) -> None:
     data = load_data("ppo", tokenizer, args)
 
     answers = args.per_device_generation_batch_size * args.generation_batches  # a rank's answers in one iteration
-    prompts = sampler_for(data.train, answers, args.seed)
-    total_steps = count_ppo_steps(len(prompts), answers, args)
+    prompts = open_feed(data.train, answers, args)
+    total_steps = count_ppo_steps(prompts.batches_per_epoch, answers, args)
     models = load_models(args, total_steps)
     actor, critic = models.actor, models.critic
     if args.enable_ema:
         actor.enable_ema(EMA_BETA)
     scale, kl = ScoreScale(), make_controller(args.kl_ctl, args.target_kl, args.kl_horizon)
-    iteration = resume(args, models, scale, kl) if args.resume else 0
+    iteration = resume(args, models, scale, kl, prompts) if args.resume else 0
 
     ptx = None
     if args.unsupervised_dataset_name:
@@ -79,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
         writer.log_eval(0, evaluator.run(models, "before"))
 
     with Progress(total_steps, "PPO", start=actor.global_steps) as progress:
-        for epoch, indices in batch_stream(prompts, start=iteration):
+        for epoch, numbers, items in prompts:
             if actor.global_steps >= total_steps:
                 break
             iteration += 1
@@ -87,10 +88,10 @@ def main(argv: list[str] | None = None) -> None:
             clock = time.perf_counter()
             rollout = generate(
                 actor,
-                [data.train[i] for i in indices],
+                items,
                 tokenizer,
                 batch_size=args.per_device_generation_batch_size,
-                seeds=[(args.seed * 1_000_003 + iteration) * 1_000_003 + i for i in indices],
+                seeds=[(args.seed * 1_000_003 + iteration) * 1_000_003 + i for i in numbers],
                 **sampling,
             )
             generated = time.perf_counter()
@@ -119,11 +120,11 @@ def main(argv: list[str] | None = None) -> None:
             kl.update(metrics.last_kl, answers * engine.distributed.world_size())
 
             if args.print_answers and iteration % args.print_answers_interval == 0:
-                progress.note(show(tokenizer, data.train[indices[0]], rollout))
+                progress.note(show(tokenizer, items[0], rollout))
             if is_due(iteration, args.eval_interval) and actor.global_steps < total_steps:
                 writer.log_eval(actor.global_steps, evaluator.run(models))
             if is_due(iteration, args.save_interval) and actor.is_gradient_accumulation_start():
-                save(args, models, scale, kl, iteration)
+                save(args, models, scale, kl, prompts, iteration)
 
     writer.log_eval(actor.global_steps, evaluator.run(models, "after"))
     output = Path(args.output_dir)
@@ -132,16 +133,19 @@ def main(argv: list[str] | None = None) -> None:
     save_model(critic, load_tokenizer(args.critic_model_name_or_path), output / "critic")
     if args.enable_ema:
         save_model(actor, tokenizer, output / "actor_ema", ema=True)
+    report_data(data, args)
     writer.close()
     write_run_json(args.output_dir, args, status="complete")
 
 
-def count_ppo_steps(iterations_per_epoch: int, answers: int, args: Namespace) -> int:
+def count_ppo_steps(iterations_per_epoch: int | None, answers: int, args: Namespace) -> int:
     """Optimizer steps of the run: whole accumulation windows over all iterations, at most `--max_steps`.
 
     Raises:
-        ValueError: there is not one whole step in the data.
+        ValueError: there is not one whole step in the data, or a stream without `--max_steps`.
     """
+    if iterations_per_epoch is None:
+        return count_steps(None, args)
     micro = args.ppo_epochs * -(-answers // args.per_device_training_batch_size)
     steps = args.num_train_epochs * iterations_per_epoch * micro // args.gradient_accumulation_steps
     if steps == 0:

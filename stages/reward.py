@@ -18,17 +18,18 @@ from transformers import set_seed
 import engine
 from data import collate_answers
 from rlhf.arguments import parse, reward_parser
+from rlhf.feed import open_feed
 from rlhf.launch import stage_main
 from rlhf.losses import pair_loss, pair_token_loss, single_loss
 from rlhf.metrics import MetricsWriter, write_run_json
 from rlhf.models import end_scores, load_tokenizer, new_score_model
 from rlhf.progress import Progress
 from rlhf.reward_metrics import Judged, RewardEvaluation, RewardMeter
-from rlhf.stage_data import load_data
+from rlhf.stage_data import collate_with, load_data, report_data
 from rlhf.training import (
-    batch_stream,
     checkpoint_folder,
     count_steps,
+    evaluation_interval,
     is_due,
     prepare_module,
     refuse_to_bury,
@@ -50,8 +51,9 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(args.model_name_or_path)
     data = load_data("reward", tokenizer, args)
 
-    sampler = sampler_for(data.train, args.per_device_train_batch_size, args.seed)
-    total_steps = count_steps(len(sampler), args)
+    feed = open_feed(data.train, args.per_device_train_batch_size, args)
+    collate = collate_with(collate_answers, tokenizer, args)
+    total_steps = count_steps(feed.batches_per_epoch, args)
     model = new_score_model(args.model_name_or_path, tokenizer, seed=args.seed, dropout=args.dropout)
     model = prepare_module(model, args.gradient_checkpointing)
     config = train_config(
@@ -64,22 +66,21 @@ def main(argv: list[str] | None = None) -> None:
     )
     eng = engine.initialize(model, config)
     if args.resume:
-        eng.load_checkpoint(checkpoint_folder(args))
+        _, state = eng.load_checkpoint(checkpoint_folder(args))
+        feed.load_state_dict(state["data"])
 
     accumulation = args.gradient_accumulation_steps
-    eval_interval = args.eval_interval or max(1, len(sampler) // accumulation)
-    batches = batch_stream(sampler, start=eng.global_steps * accumulation)
+    eval_interval = evaluation_interval(feed.batches_per_epoch, args)
     writer = MetricsWriter(args.output_dir, "reward", args, start_step=eng.global_steps)
     with Progress(total_steps, "reward model", start=eng.global_steps) as progress:
         for step in range(eng.global_steps + 1, total_steps + 1):
             started, lr, meter = time.perf_counter(), eng.get_lr()[0], RewardMeter()
             eng.train()
             for _ in range(accumulation):
-                epoch, indices = next(batches)
-                rows = [data.train[i] for i in indices]
-                batch = to_device(collate_answers(rows, tokenizer.pad_token_id), eng.device)
+                epoch, _, items = next(feed)
+                batch = to_device(collate(items), eng.device)
                 loss, judged = batch_loss(eng, batch, args)
-                eng.backward(loss, weight=len(indices))
+                eng.backward(loss, weight=len(items))
                 eng.step()
                 meter.add(judged)
             metrics = meter.reduce()
@@ -100,11 +101,12 @@ def main(argv: list[str] | None = None) -> None:
             progress.update(step, **shown)
             if is_due(step, eval_interval) or step == total_steps:
                 limit = None if step == total_steps else args.eval_iters
-                writer.log_eval(step, evaluate(eng, data, tokenizer, args, limit))
+                writer.log_eval(step, evaluate(eng, data, collate, args, limit))
             if is_due(step, args.save_interval):
-                eng.save_checkpoint(checkpoint_folder(args))
+                eng.save_checkpoint(checkpoint_folder(args), client_state={"data": feed.state_dict()})
 
     save_model(eng, tokenizer, args.output_dir)
+    report_data(data, args)
     writer.close()
     write_run_json(args.output_dir, args, status="complete")
 
@@ -140,7 +142,7 @@ def batch_loss(model, batch: dict[str, torch.Tensor], args) -> tuple[torch.Tenso
 
 
 @torch.no_grad()
-def evaluate(eng, data, tokenizer, args, limit: int | None) -> dict[str, object]:
+def evaluate(eng, data, collate, args, limit: int | None) -> dict[str, object]:
     """Held-out figures over at most `limit` batches a rank (all of them for None), see `RewardEvaluation.result`."""
     items = data.eval
     if not len(items):
@@ -152,7 +154,7 @@ def evaluate(eng, data, tokenizer, args, limit: int | None) -> dict[str, object]
         if limit is not None and number >= limit:
             break
         # A rank whose share has run out still takes part in stage 3's gathers, with an item that counts for nothing.
-        batch = to_device(collate_answers([items[i] for i in indices or [0]], tokenizer.pad_token_id), eng.device)
+        batch = to_device(collate([items[i] for i in indices or [0]]), eng.device)
         _, judged = batch_loss(eng, batch, args)
         if indices:
             evaluation.add(judged)

@@ -13,21 +13,23 @@ import torch
 from transformers import set_seed
 
 import engine
-from data import collate_sft, load_rows
+from data import load_rows
 from engine.distributed import all_reduce_sums
 from rlhf import recipes
 from rlhf.arguments import parse, sft_parser
 from rlhf.experience import positions
+from rlhf.feed import open_feed
 from rlhf.launch import stage_main
 from rlhf.losses import causal_lm_loss
 from rlhf.metrics import MetricsWriter, write_run_json
 from rlhf.models import load_actor, load_tokenizer
+from rlhf.packing import check_packing, packed_logits
 from rlhf.progress import Progress
-from rlhf.stage_data import load_data
+from rlhf.stage_data import load_data, report_data, sft_collates
 from rlhf.training import (
-    batch_stream,
     checkpoint_folder,
     count_steps,
+    evaluation_interval,
     is_due,
     prepare_module,
     refuse_to_bury,
@@ -52,9 +54,12 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(model_path)
     data = load_data("sft", tokenizer, args)
 
-    sampler = sampler_for(data.train, args.per_device_train_batch_size, args.seed)
-    total_steps = count_steps(len(sampler), args)
+    feed = open_feed(data.train, args.per_device_train_batch_size, args)
+    collate, collate_eval = sft_collates(tokenizer, args)
+    total_steps = count_steps(feed.batches_per_epoch, args)
     model = prepare_module(load_actor(model_path, dropout=args.dropout), args.gradient_checkpointing)
+    if args.packing:
+        check_packing(model, args.max_seq_len)
     config = train_config(
         args,
         zero_stage=args.zero_stage,
@@ -65,21 +70,21 @@ def main(argv: list[str] | None = None) -> None:
     )
     eng = engine.initialize(model, config)
     if args.resume:
-        eng.load_checkpoint(checkpoint_folder(args))
+        _, state = eng.load_checkpoint(checkpoint_folder(args))
+        feed.load_state_dict(state["data"])
 
     accumulation = args.gradient_accumulation_steps
-    eval_interval = args.eval_interval or max(1, len(sampler) // accumulation)
-    batches = batch_stream(sampler, start=eng.global_steps * accumulation)
+    eval_interval = evaluation_interval(feed.batches_per_epoch, args)
     writer = MetricsWriter(args.output_dir, "sft", args, start_step=eng.global_steps)
     if eng.global_steps == 0:
-        writer.log_eval(0, evaluate(eng, data.eval, tokenizer, args))
+        writer.log_eval(0, evaluate(eng, data.eval, collate_eval, args))
     with Progress(total_steps, "SFT", start=eng.global_steps) as progress:
         for step in range(eng.global_steps + 1, total_steps + 1):
             started, lr, totals = time.perf_counter(), eng.get_lr()[0], torch.zeros(3, dtype=torch.float64)
             eng.train()
             for _ in range(accumulation):
-                epoch, indices = next(batches)
-                batch = to_device(collate_sft([data.train[i] for i in indices], tokenizer.pad_token_id), eng.device)
+                epoch, _, items = next(feed)
+                batch = to_device(collate(items), eng.device)
                 loss, count = batch_loss(eng, batch)
                 loss = eng.backward(loss, weight=count)
                 eng.step()
@@ -102,17 +107,20 @@ def main(argv: list[str] | None = None) -> None:
             if args.print_loss:
                 progress.note(f"step {step}: loss {shown['loss']:.4f}")
             if is_due(step, eval_interval) or step == total_steps:
-                writer.log_eval(step, evaluate(eng, data.eval, tokenizer, args))
+                writer.log_eval(step, evaluate(eng, data.eval, collate_eval, args))
             if is_due(step, args.save_interval):
-                eng.save_checkpoint(checkpoint_folder(args))
+                eng.save_checkpoint(checkpoint_folder(args), client_state={"data": feed.state_dict()})
 
     save_model(eng, tokenizer, args.output_dir)
+    report_data(data, args)
     writer.close()
     write_run_json(args.output_dir, args, status="complete")
 
 
 def batch_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
     """Mean cross-entropy over the micro-batch's supervised tokens, and their number."""
+    if "dialogue_ids" in batch:
+        return causal_lm_loss(packed_logits(model, batch), batch["labels"])
     mask = batch["attention_mask"]
     logits = model(
         input_ids=batch["input_ids"], attention_mask=mask, position_ids=positions(mask), use_cache=False
@@ -121,7 +129,7 @@ def batch_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int
 
 
 @torch.no_grad()
-def evaluate(eng, items, tokenizer, args) -> dict[str, float]:
+def evaluate(eng, items, collate, args) -> dict[str, float]:
     """Held-out loss and perplexity, a mean over all supervised tokens of all ranks."""
     if not len(items):
         return {}
@@ -130,7 +138,7 @@ def evaluate(eng, items, tokenizer, args) -> dict[str, float]:
     size = args.per_device_eval_batch_size
     for indices in sampler_for(items, size, args.seed, shuffle=False, drop_last=False).iter(0):
         # A rank whose share has run out still takes part in the gathers of stage 3, with a row that counts for nothing.
-        batch = to_device(collate_sft([items[i] for i in indices or [0]], tokenizer.pad_token_id), eng.device)
+        batch = to_device(collate([items[i] for i in indices or [0]]), eng.device)
         loss, count = batch_loss(eng, batch)
         if indices:
             loss_sum, count_sum = loss_sum + float(loss) * count, count_sum + count

@@ -1,4 +1,4 @@
-"""Packed rows: nothing lost, nothing too long, and each dialogue's loss as if it were alone."""
+"""Packed rows: nothing lost, nothing too long, and masks that keep dialogues apart."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from data.packing import pack_items, plan_packs
+from data.packing import collate_packs, own_dialogue_mask, plan_packs
 
 
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 50))
@@ -30,24 +29,29 @@ def test_too_long_item_is_named():
         plan_packs([5, 30], 20)
 
 
-def test_dialogues_do_not_see_each_other():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    model = LlamaForCausalLM(config).eval()
-    items = []
-    for length in (7, 3, 5):
-        ids = torch.randint(50, (length,))
-        items.append({"input_ids": ids, "labels": ids.clone()})
-    packed = pack_items(items)
-    assert packed["position_ids"][0].tolist() == [*range(7), *range(3), *range(5)]
-    assert packed["labels"][0][[0, 7, 10]].tolist() == [-100] * 3
-    logits = model(input_ids=packed["input_ids"], position_ids=packed["position_ids"], use_cache=False).logits[0]
-    alone = torch.cat([model(input_ids=item["input_ids"][None]).logits[0] for item in items])
-    torch.testing.assert_close(logits, alone, atol=1e-5, rtol=1e-5)
+def item(*ids):
+    return {"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)}
+
+
+def test_collate_packs():
+    first = item(5, 6, 7)
+    batch = collate_packs([[first, item(8, 9)], [item(4)]], pad_id=9, pad_to_multiple_of=3)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 9], [4, 9, 9, 9, 9, 9]]
+    assert batch["labels"].tolist() == [[-100, 6, 7, -100, 9, -100], [-100] * 6]
+    assert batch["attention_mask"].long().tolist() == [[1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0], [0] * 6]
+    assert batch["dialogue_ids"].tolist() == [[1, 1, 1, 2, 2, 0], [1, 0, 0, 0, 0, 0]]
+    assert first["labels"].tolist() == [5, 6, 7], "an item serves the next epoch too"
+
+
+def test_own_dialogue_mask():
+    mask = own_dialogue_mask(torch.tensor([[1, 1, 2, 2, 0, 0]]))
+    assert mask.shape == (1, 1, 6, 6)
+    assert mask[0, 0].long().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [0, 0, 1, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 1, 1],
+    ]
