@@ -1,7 +1,7 @@
-"""The command-line flags of the three stages: DeepSpeed-Chat's names and defaults, and a few of our own.
+"""The command-line flags of the stages: DeepSpeed-Chat's names and defaults, and a few of our own.
 
-``sft_parser()``, ``reward_parser()`` and ``ppo_parser()`` build the parsers; ``parse()`` reads a command line
-with one of them. Where the defaults differ from DeepSpeed-Chat's: ``--data_path`` is the bundled sample,
+``sft_parser()``, ``reward_parser()``, ``dpo_parser()`` and ``ppo_parser()`` build the parsers; ``parse()`` reads a
+command line with one of them. Where the defaults differ from DeepSpeed-Chat's: ``--data_path`` is the bundled sample,
 ``--dtype`` is ``auto`` (what suits the device), PPO's ``--seed`` is a number like the other stages', and
 ``--tensorboard_path`` is the folder ``tensorboard`` in ``--output_dir``.
 """
@@ -13,11 +13,12 @@ from collections.abc import Callable
 from rlhf.arguments_ppo import ppo_parser
 from rlhf.data_flags import data_group
 from rlhf.flag_groups import evaluation_group, inert_padding, model_group, output_group, scale_group, training_group
-from rlhf.flags import Parser, nearest, non_negative_float, parse, positive_int
+from rlhf.flags import Parser, half, nearest, non_negative_float, parse, positive_float, positive_int
 
 __all__ = [
     "INERT",
     "STAGE_PARSERS",
+    "dpo_parser",
     "nearest",
     "parse",
     "ppo_parser",
@@ -110,8 +111,27 @@ def reward_parser() -> Parser:
     return parser
 
 
+def dpo_parser() -> Parser:
+    """Flags of DPO, which may stand in for steps 2 and 3."""
+    parser = Parser("rlhf dpo", "DPO: learn from pairs of answers without a reward model.")
+    data_group(parser, "reward")
+    model_group(parser, dropout="dropout in training; none when not given, so that the first loss is log 2")
+    training = training_group(parser, learning_rate=1e-3)
+    training.add_argument(
+        "--beta", type=positive_float, default=0.1, help="how strongly the policy is held to the reference"
+    )
+    training.add_argument(
+        "--label_smoothing", type=half, default=0.0, help="share of pairs taken to be the wrong way round, below 0.5"
+    )
+    evaluation_group(parser)
+    output_group(parser)
+    scale_group(parser)
+    return parser
+
+
 STAGE_PARSERS: dict[str, Callable[[], Parser]] = {
     "sft": sft_parser,
     "reward": reward_parser,
+    "dpo": dpo_parser,
     "ppo": ppo_parser,
 }

@@ -1,4 +1,4 @@
-"""The ``rlhf`` command: ``run``, ``sft``, ``reward``, ``ppo``, ``chat``, ``report``, ``data inspect``.
+"""The ``rlhf`` command: ``run``, ``sft``, ``reward``, ``dpo``, ``ppo``, ``chat``, ``report``, ``data inspect``.
 
 Whatever fails ends in one line on standard error, ``error: …``, and a status other than 0: 2 for a command
 line that cannot be read, 128 plus the signal's number after an interruption, 1 for the rest.
@@ -21,6 +21,7 @@ usage: rlhf COMMAND [flags]
   run            the whole pipeline: SFT, reward model, PPO; without flags on the bundled sample
   sft            step 1 alone: supervised fine-tuning
   reward         step 2 alone: the reward model
+  dpo            preferences without a reward model, in place of steps 2 and 3
   ppo            step 3 alone: PPO
   chat           talk to a model:  rlhf chat --path OUTPUT/ppo/actor
   report         draw a run's report again:  rlhf report OUTPUT
@@ -28,7 +29,7 @@ usage: rlhf COMMAND [flags]
 
 `rlhf COMMAND --help` lists the flags of each.
 """
-COMMANDS = ("run", "sft", "reward", "ppo", "chat", "report", "data")
+COMMANDS = ("run", "sft", "reward", "dpo", "ppo", "chat", "report", "data")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -94,6 +94,17 @@ PICTURES: dict[str, dict[str, list[Panel]]] = {
             lines("loss", ("loss", "training", False, GREY), ("loss", "held-out", True, BLUE)),
         ]
     },
+    "dpo": {
+        "DPO": [
+            lines("loss", ("loss", "training", False, GREY), ("loss", "held-out", True, BLUE)),
+            lines("accuracy", ("accuracy", "training", False, GREY), ("accuracy", "held-out", True, BLUE)),
+            lines(
+                "implicit rewards, held-out",
+                ("chosen_reward", "chosen", True, GREEN),
+                ("rejected_reward", "rejected", True, ORANGE),
+            ),
+        ]
+    },
     "ppo": {
         "score and gold": [
             score_and_gold,

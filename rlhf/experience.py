@@ -63,6 +63,24 @@ def response_logprobs_and_entropy(
     return logprobs[:, :-1], entropy[:, :-1]
 
 
+def answer_logprobs(
+    model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, answer_mask: torch.Tensor
+) -> torch.Tensor:
+    """The log-probability of each row's answer: the sum over the tokens of `answer_mask`.
+
+    Args:
+        model: a transformers causal model, or an engine around one.
+        input_ids, attention_mask, answer_mask: `[B, L]`, padded on either side; the answers may begin at different
+            places, each behind at least one token.
+
+    Returns:
+        `[B]` fp32. Logits are computed from the earliest answer's first token on.
+    """
+    length = input_ids.shape[1] - int(answer_mask.any(0).int().argmax())
+    logprobs = response_logprobs(model, input_ids, attention_mask, length)
+    return (logprobs * answer_mask[:, -length:]).sum(1)
+
+
 def _response_logits(model, input_ids, attention_mask, response_length):
     """Logits `[B, T + 1, V]` from the last prompt token on, with the token each predicts and which of them count."""
     total = input_ids.shape[1]

@@ -10,14 +10,14 @@ from rlhf.flags import Parser, fraction, non_negative_float, non_negative_int, p
 SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
 
 
-def model_group(parser: Parser) -> None:
+def model_group(parser: Parser, dropout: str = "dropout in training; the model's own when not given") -> None:
     add = parser.add_argument_group("model").add_argument
     add(
         "--model_name_or_path",
         required=True,
         help="Hugging Face folder or name, or a recipe such as recipe:llama-1m",
     )
-    add("--dropout", type=fraction, help="dropout in training; the model's own when not given")
+    add("--dropout", type=fraction, help=dropout)
 
 
 def training_group(parser: Parser, learning_rate: float) -> argparse._ArgumentGroup:

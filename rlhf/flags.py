@@ -150,3 +150,4 @@ non_negative_float = _number(float, "must be a number of at least 0", lambda v: 
 fraction = _number(float, "must be between 0 and 1", lambda v: 0 <= v <= 1)
 eval_fraction = _number(float, "must be at least 0 and below 1", lambda v: 0 <= v < 1)
 positive_fraction = _number(float, "must be above 0 and at most 1", lambda v: 0 < v <= 1)
+half = _number(float, "must be at least 0 and below 0.5", lambda v: 0 <= v < 0.5)

@@ -62,7 +62,7 @@ def run_stage(
     """Run one stage to its end, in ``nproc`` processes on this machine.
 
     Args:
-        stage: ``sft``, ``reward`` or ``ppo``; names the stage in messages.
+        stage: ``sft``, ``reward``, ``dpo`` or ``ppo``; names the stage in messages.
         argv: the stage's flags.
         module: the module to run, ``stages.<stage>`` by default.
 

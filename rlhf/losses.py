@@ -104,6 +104,30 @@ def _aligned(values: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor):
     return values.float().gather(1, index), ids.gather(1, index), steps < lengths.unsqueeze(1), lengths
 
 
+def dpo_loss(
+    chosen_logprobs: torch.Tensor,
+    rejected_logprobs: torch.Tensor,
+    ref_chosen_logprobs: torch.Tensor,
+    ref_rejected_logprobs: torch.Tensor,
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Direct preference optimization (Rafailov et al. 2023), of whole answers' log-probabilities, `[B]` each.
+
+    With the implicit reward `r = beta (log pi - log pi_ref)` of an answer and `d = r_chosen - r_rejected`:
+    `-(1 - s) log sigmoid(d) - s log sigmoid(-d)`, s the label smoothing, the share of pairs taken to be the wrong
+    way round.
+
+    Returns:
+        losses (not yet averaged, so that they can be weighed), chosen rewards, rejected rewards, `[B]` each.
+    """
+    chosen = beta * (chosen_logprobs.float() - ref_chosen_logprobs.float())
+    rejected = beta * (rejected_logprobs.float() - ref_rejected_logprobs.float())
+    gaps = chosen - rejected
+    losses = -(1 - label_smoothing) * F.logsigmoid(gaps) - label_smoothing * F.logsigmoid(-gaps)
+    return losses, chosen, rejected
+
+
 def policy_loss(
     logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,

@@ -26,7 +26,7 @@ from rlhf.results import STAGES, StageResult
 
 Row = tuple[str, str, str, str]
 COLUMNS = ("stage", "measure", "value", "time")
-NAMES = {"sft": "SFT", "reward": "reward", "ppo": "PPO"}
+NAMES = {"sft": "SFT", "reward": "reward", "dpo": "DPO", "ppo": "PPO"}
 SHOWN_CHARACTERS = 240
 SHOWN_SAMPLES = 5  # in the terminal; the page has all of them
 MARKS = {True: Text("right", style="green"), False: Text("wrong", style="red"), None: Text("")}
@@ -89,6 +89,13 @@ def table_rows(found: Mapping[str, StageResult], summary: Mapping[str, Any]) -> 
         measures["sft"] = [("perplexity, held-out", _number(summary["sft_perplexity"], ".3f"))]
     if "reward" in found:
         measures["reward"] = _reward_rows(found["reward"])
+    if "dpo" in found:
+        dpo = found["dpo"]
+        margins = [_number(value, "+.3f") for value in (dpo.first("reward_margin"), dpo.last("reward_margin"))]
+        measures["dpo"] = [
+            ("accuracy, held-out pairs", _percent(dpo.last("accuracy"))),
+            ("margin of the implicit rewards", " → ".join(margins)),
+        ]
     if "ppo" in found:
         before, after = summary["gold_rate_sft"], summary["gold_rate_ppo"]
         if before is not None or after is not None:
@@ -109,7 +116,7 @@ def table_rows(found: Mapping[str, StageResult], summary: Mapping[str, Any]) -> 
         )
     rows = []
     for stage, lines in measures.items():
-        seconds = summary["seconds"][stage]
+        seconds = summary["seconds"].get(stage)
         time = "" if seconds is None else str(timedelta(seconds=round(seconds)))
         for number, (measure, value) in enumerate(lines):
             rows.append((NAMES[stage], measure, value, time) if number == 0 else ("", measure, value, ""))

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf import curves, results
 from rlhf.results import StageResult, judged, shown_prompt
 
-TITLES = {"sft": "Supervised fine-tuning", "reward": "Reward model", "ppo": "PPO"}
+TITLES = {"sft": "Supervised fine-tuning", "reward": "Reward model", "dpo": "DPO", "ppo": "PPO"}
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; }
 body { padding: 0 1rem; }

@@ -72,7 +72,7 @@ def test_an_active_environment_is_used(clone, tmp_path):
     assert not (clone.repo / ".venv").exists()
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ppo"])
 def test_a_stage_runs_where_the_user_stands_with_our_packages(clone, stage):
     name, folder, path, words = clone(f"scripts/{stage}.sh", "--data_path", "a b.jsonl")[-1]
     assert (name, folder, path) == ("python", str(clone.elsewhere), str(clone.repo))

@@ -33,6 +33,7 @@ ONE_MODEL = {
 DEFAULTS = {
     "sft": {**SHARED, **ONE_MODEL, "learning_rate": 1e-3, "sft_only_data_path": [], "print_loss": False},
     "reward": {**SHARED, **ONE_MODEL, "learning_rate": 5e-5, "eval_interval": 0, "eval_iters": 100},
+    "dpo": {**SHARED, **ONE_MODEL, "learning_rate": 1e-3, "beta": 0.1, "label_smoothing": 0.0},
     "ppo": {
         **SHARED,
         "per_device_generation_batch_size": 16,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from stages import ppo, reward, sft
+from stages import dpo, ppo, reward, sft
 from tests.rlhf import tiny_models
 
+STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
 # without the decorator, which ends the process on an error and leaves the process group
-MAINS = {"sft": sft.main.__wrapped__, "reward": reward.main.__wrapped__, "ppo": ppo.main.__wrapped__}
+MAINS = {name: module.main.__wrapped__ for name, module in STAGES.items()}
 WORDS = ["red", "blue", "green", "cold", "hot", "cat", "dog", "six", "ten", "sun"]
 
 
@@ -29,7 +30,7 @@ def write_rows(path: Path, count: int = 60) -> Path:
 
 def run(stage: str, output: Path, data: Path | list[Path], **flags) -> list[dict]:
     """Run one stage; True switches a flag on, a list gives several values. Returns its metrics lines."""
-    models = {"sft": ("model_name_or_path",), "reward": ("model_name_or_path",), "ppo": ()}[stage]
+    models = () if stage == "ppo" else ("model_name_or_path",)
     defaults = {name: str(tiny_models.folder()) for name in models}
     settings = {
         "data_path": data,

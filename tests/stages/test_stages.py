@@ -166,7 +166,7 @@ def timeless(metrics):
     return [{key: value for key, value in line.items() if key not in UNTIMED} for line in metrics]
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ppo"])
 def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path, chain, data, stage):
     """Dropout is on, so that random states count too; the cut is in the middle of an epoch."""
     flags = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "dropout": 0.1}

@@ -1,0 +1,172 @@
+"""DPO: preferences learned by the policy itself, without a reward model and without sampling.
+
+On the pairs of the reward stage, with a frozen copy of the model as reference. With h the difference of the answers'
+log-probability ratios,
+
+    h = log pi(chosen) / ref(chosen) - log pi(rejected) / ref(rejected)
+
+the loss is -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h), s the label smoothing (Rafailov et al. 2023). An
+answer's log-probability is the sum over its own tokens and its end token, the prompt's not. Before the first update
+h is 0 and the loss log 2.
+
+    rlhf dpo --model_name_or_path SFT_FOLDER --data_path FILE --output_dir OUTPUT
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from transformers import set_seed
+
+import engine
+from data import collate_answers
+from rlhf.arguments import dpo_parser, parse
+from rlhf.experience import answer_logprobs
+from rlhf.launch import stage_main
+from rlhf.losses import dpo_loss
+from rlhf.metrics import MetricAccumulator, MetricsWriter, write_run_json
+from rlhf.models import load_actor, load_tokenizer
+from rlhf.progress import Progress
+from rlhf.stage_data import load_data
+from rlhf.training import (
+    batch_stream,
+    checkpoint_folder,
+    count_steps,
+    inference_config,
+    is_due,
+    prepare_module,
+    refuse_to_bury,
+    sampler_for,
+    save_model,
+    to_device,
+    train_config,
+)
+
+
+@stage_main("dpo")
+def main(argv: list[str] | None = None) -> None:
+    args = parse(dpo_parser(), argv)
+    engine.init_distributed()
+    set_seed(args.seed)
+    refuse_to_bury(args)
+    write_run_json(args.output_dir, args, status="running")
+
+    tokenizer = load_tokenizer(args.model_name_or_path)
+    data = load_data("reward", tokenizer, args)
+
+    micro_batch = args.per_device_train_batch_size
+    sampler = sampler_for(data.train, micro_batch, args.seed)
+    total_steps = count_steps(len(sampler), args)
+    # no dropout unless asked for: with it the policy would not start at the reference
+    model = load_actor(args.model_name_or_path, dropout=args.dropout or 0.0)
+    config = train_config(
+        args,
+        zero_stage=args.zero_stage,
+        micro_batch=micro_batch,
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        total_steps=total_steps,
+    )
+    eng = engine.initialize(prepare_module(model, args.gradient_checkpointing), config)
+    reference = engine.initialize(
+        load_actor(args.model_name_or_path, dropout=0.0),
+        inference_config(args, zero_stage=args.zero_stage, micro_batch=micro_batch),
+    )
+    reference.eval()
+    if args.resume:
+        eng.load_checkpoint(checkpoint_folder(args))
+
+    accumulation = args.gradient_accumulation_steps
+    eval_interval = args.eval_interval or max(1, len(sampler) // accumulation)
+    batches = batch_stream(sampler, start=eng.global_steps * accumulation)
+    writer = MetricsWriter(args.output_dir, "dpo", args, start_step=eng.global_steps)
+    if eng.global_steps == 0:
+        writer.log_eval(0, evaluate(eng, reference, data.eval, tokenizer, args))
+    with Progress(total_steps, "DPO", start=eng.global_steps) as progress:
+        for step in range(eng.global_steps + 1, total_steps + 1):
+            started, lr, meter = time.perf_counter(), eng.get_lr()[0], MetricAccumulator()
+            eng.train()
+            tokens = 0
+            for _ in range(accumulation):
+                epoch, indices = next(batches)
+                rows = [data.train[i] for i in indices]
+                batch = to_device(collate_answers(rows, tokenizer.pad_token_id), eng.device)
+                loss, figures = batch_loss(eng, reference, batch, args)
+                eng.backward(loss, weight=len(indices))
+                eng.step()
+                add(meter, figures)
+                tokens += int(batch["attention_mask"].sum())
+            metrics = meter.reduce()
+            tokens = int(engine.distributed.all_reduce_sums([tokens])[0])
+            seconds = time.perf_counter() - started
+            shown = {"loss": metrics["loss"], "accuracy": metrics["accuracy"], "margin": metrics["reward_margin"]}
+            writer.log(
+                step,
+                {
+                    **metrics,
+                    "lr": lr,
+                    "grad_norm": eng.get_global_grad_norm(),
+                    "epoch": epoch,
+                    "tokens": tokens,
+                    "skipped": eng.skipped_steps,
+                    "step_seconds": seconds,
+                    "tokens_per_second": tokens / seconds,
+                },
+            )
+            progress.update(step, **shown)
+            if is_due(step, eval_interval) or step == total_steps:
+                writer.log_eval(step, evaluate(eng, reference, data.eval, tokenizer, args))
+            if is_due(step, args.save_interval):
+                eng.save_checkpoint(checkpoint_folder(args))
+
+    save_model(eng, tokenizer, args.output_dir)
+    writer.close()
+    write_run_json(args.output_dir, args, status="complete")
+
+
+def batch_loss(model, reference, batch: dict[str, torch.Tensor], args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The micro-batch's mean loss over its pairs, and its figures, `[B]` each, detached."""
+    text = (batch["input_ids"], batch["attention_mask"], batch["response_mask"])
+    chosen, rejected = answer_logprobs(model, *text).chunk(2)
+    with torch.no_grad():
+        ref_chosen, ref_rejected = answer_logprobs(reference, *text).chunk(2)
+    losses, chosen_reward, rejected_reward = dpo_loss(
+        chosen, rejected, ref_chosen, ref_rejected, beta=args.beta, label_smoothing=args.label_smoothing
+    )
+    figures = {
+        "loss": losses,
+        "accuracy": chosen_reward > rejected_reward,
+        "chosen_reward": chosen_reward,
+        "rejected_reward": rejected_reward,
+        "reward_margin": chosen_reward - rejected_reward,
+        "chosen_logprob": chosen,
+        "rejected_logprob": rejected,
+    }
+    return losses.sum() / max(1, len(losses)), {name: figure.detach() for name, figure in figures.items()}
+
+
+def add(meter: MetricAccumulator, figures: dict[str, torch.Tensor]) -> None:
+    for name, figure in figures.items():
+        meter.add(name, figure.double().sum(), len(figure))
+
+
+@torch.no_grad()
+def evaluate(eng, reference, items, tokenizer, args) -> dict[str, float]:
+    """Means over all held-out pairs of all ranks."""
+    if not len(items):
+        return {}
+    eng.eval()
+    meter = MetricAccumulator()
+    for indices in sampler_for(
+        items, args.per_device_eval_batch_size, args.seed, shuffle=False, drop_last=False
+    ).iter(0):
+        # A rank whose share has run out still takes part in stage 3's gathers, with a pair that counts for nothing.
+        batch = to_device(collate_answers([items[i] for i in indices or [0]], tokenizer.pad_token_id), eng.device)
+        _, figures = batch_loss(eng, reference, batch, args)
+        add(meter, {name: figure[: len(indices)] for name, figure in figures.items()})
+    return meter.reduce()
+
+
+if __name__ == "__main__":
+    main()
