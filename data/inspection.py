@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from data.chat import use_template_file
 from data.items import STAGES, TRUNCATIONS, Refused, make_items, make_rules
-from data.loading import new_report, read_rows
+from data.loading import BadRows, new_report, read_rows
 from data.report import SourceReport, totals
-from data.sources import SourceLike, as_list, open_source
+from data.sources import SourceLike, as_list, open_source, with_shape
 from data.store import Item
 
 BAR = 40
@@ -57,12 +58,15 @@ def inspect_data(
     max_prompt_len: int | None = None,
     truncation: str | None = None,
     train_on_prompt: bool = False,
+    data_format: str | None = None,
+    bad_rows: BadRows = BadRows(),  # noqa: B008 - it is frozen
     examples: int = 3,
     limit: int | None = None,
 ) -> Inspection:
     """Reads and tokenizes sources as `stage` would, whole (no deal to stages), and keeps the account of it.
 
     Args: as of `data.load_stage_data`, and
+        bad_rows: what becomes of rows that cannot be used.
         examples: items of each source to show.
         limit: most records of each source's part to read.
 
@@ -73,7 +77,7 @@ def inspect_data(
     rules = make_rules(stage, max_seq_len, max_prompt_len, truncation, train_on_prompt, single_answers="score")
     found = Inspection(stage, rules.limit, [])
     for path in as_list(data_path):
-        opened = open_source(path)
+        opened = open_source(with_shape(path, data_format))
         report = new_report(opened)
         found.sources.append(report)
         shown = 0
@@ -81,7 +85,7 @@ def inspect_data(
             held_out = records is opened.eval
             if limit is not None:
                 records.limit = limit if records.limit is None else min(limit, records.limit)
-            for _, place, rows in read_rows(records, opened.source, report):
+            for _, place, rows in read_rows(records, opened.source, report, bad_rows=bad_rows):
                 made = make_items(rows, tokenizer, rules, report)
                 items = [item for item in made if isinstance(item, Item)]
                 if not items:
@@ -147,7 +151,9 @@ def print_inspection(found: Inspection, console: Any) -> None:
         table.add_row("files", ", ".join(source.files) or "a data set")
         if source.files_unused:
             table.add_row("files not read", ", ".join(source.files_unused))
-        shapes = [f"{shape}: {count} rows" for shape, count in source.shapes.most_common()]
+        shapes = [
+            f"{shape}: {count} rows ({source.shape_reasons[shape]})" for shape, count in source.shapes.most_common()
+        ]
         table.add_row("shape", "\n".join(shapes) or "none recognised")
         used = source.rows_train + source.rows_eval
         table.add_row("rows", f"{source.rows_read} read = {used} used + {source.rows_read - used} dropped")
@@ -199,6 +205,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--max_seq_len", type=int, help="longest dialogue, tokens")
     add("--max_prompt_len", type=int, help="longest prompt of stage ppo, tokens")
     add("--truncation", choices=TRUNCATIONS, help="what is done with longer ones")
+    add("--data_format", metavar="SHAPE", help="shape of all rows; recognised by columns when not given")
+    add("--chat_template", metavar="FILE", help="Jinja file in place of the tokenizer's own chat template")
+    add("--on_bad_row", choices=("drop", "error"), default="drop", help="count rows that cannot be read, or stop")
+    add("--max_bad_rows", type=float, default=1.0, help="share of rows that cannot be read, above which to stop")
     add("--examples", type=int, default=3, help="items of each source to show (default: 3)")
     add("--limit", type=int, help="most rows to read of each source")
     add("--json", action="store_true", help="print the counts as JSON and no examples")
@@ -209,6 +219,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     else:
         tokenizer = byte_tokenizer()
+    if args.chat_template:
+        use_template_file(tokenizer, args.chat_template)
     found = inspect_data(
         args.stage,
         tokenizer,
@@ -216,6 +228,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         max_seq_len=args.max_seq_len,
         max_prompt_len=args.max_prompt_len,
         truncation=args.truncation,
+        data_format=args.data_format,
+        bad_rows=BadRows(args.on_bad_row, args.max_bad_rows),
         examples=args.examples,
         limit=args.limit,
     )

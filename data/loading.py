@@ -75,6 +75,11 @@ def read_rows(
                 report.check_malformed(bad_rows.limit)
             continue
         report.shapes[shape] += 1
+        if shape not in report.shape_reasons:
+            columns = ", ".join(map(str, record))
+            report.shape_reasons[shape] = (
+                f"asked for; the columns are {columns}" if source.shape else f"{place} has the columns {columns}"
+            )
         yield number, place, rows
     report.check_malformed(bad_rows.limit)
 

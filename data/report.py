@@ -43,7 +43,8 @@ MALFORMED = frozenset(
 class SourceReport:
     """Counts of one source, which is the `number`-th of its run.
 
-    `shapes`: rows of each recognised shape; `rows_cut`: rows shortened to fit.
+    `shapes`: rows of each recognised shape, `shape_reasons`: what they were recognised by; `rows_cut`: rows shortened
+    to fit.
     """
 
     name: str
@@ -55,6 +56,7 @@ class SourceReport:
     rows_dropped: Counter[str] = field(default_factory=Counter)
     first_dropped: dict[str, str] = field(default_factory=dict)
     shapes: Counter[str] = field(default_factory=Counter)
+    shape_reasons: dict[str, str] = field(default_factory=dict)
     rows_cut: Counter[str] = field(default_factory=Counter)
     files: list[str] = field(default_factory=list)
     files_unused: list[str] = field(default_factory=list)
@@ -87,6 +89,7 @@ class SourceReport:
             "name": self.name,
             "files": self.files,
             "shape": dict(self.shapes.most_common()),
+            "shape_reasons": self.shape_reasons,
             "rows_read": self.rows_read,
             "rows_dropped": dict(self.rows_dropped.most_common()),
             "rows_train": self.rows_train,
@@ -114,6 +117,7 @@ def combined(reports: list[SourceReport]) -> SourceReport:
             setattr(out, name, getattr(out, name) + getattr(report, name))
         for name in ("rows_dropped", "shapes", "rows_cut"):
             getattr(out, name).update(getattr(report, name))
+        out.shape_reasons = report.shape_reasons | out.shape_reasons
         out.first_dropped = report.first_dropped | out.first_dropped
     return out
 

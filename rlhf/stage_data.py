@@ -53,7 +53,9 @@ def _open_stream(stage: str, tokenizer: Any, args: argparse.Namespace) -> StageD
         raise ValueError(
             f"no row to evaluate with in {', '.join(map(str, args.data_path))}: raise --eval_fraction, or set it to 0"
         )
-    return StageData(stream, held_out, stream.report())
+    report = stream.report()
+    write_data_report(args.output_dir, report)
+    return StageData(stream, held_out, report)
 
 
 def report_data(data: StageData, args: argparse.Namespace) -> None:

@@ -23,16 +23,17 @@ import engine
 from data import collate_answers
 from rlhf.arguments import dpo_parser, parse
 from rlhf.experience import answer_logprobs
+from rlhf.feed import open_feed
 from rlhf.launch import stage_main
 from rlhf.losses import dpo_loss
 from rlhf.metrics import MetricAccumulator, MetricsWriter, write_run_json
 from rlhf.models import load_actor, load_tokenizer
 from rlhf.progress import Progress
-from rlhf.stage_data import load_data
+from rlhf.stage_data import collate_with, load_data, report_data
 from rlhf.training import (
-    batch_stream,
     checkpoint_folder,
     count_steps,
+    evaluation_interval,
     inference_config,
     is_due,
     prepare_module,
@@ -56,8 +57,9 @@ def main(argv: list[str] | None = None) -> None:
     data = load_data("reward", tokenizer, args)
 
     micro_batch = args.per_device_train_batch_size
-    sampler = sampler_for(data.train, micro_batch, args.seed)
-    total_steps = count_steps(len(sampler), args)
+    feed = open_feed(data.train, micro_batch, args)
+    collate = collate_with(collate_answers, tokenizer, args)
+    total_steps = count_steps(feed.batches_per_epoch, args)
     # no dropout unless asked for: with it the policy would not start at the reference
     model = load_actor(args.model_name_or_path, dropout=args.dropout or 0.0)
     config = train_config(
@@ -75,25 +77,24 @@ def main(argv: list[str] | None = None) -> None:
     )
     reference.eval()
     if args.resume:
-        eng.load_checkpoint(checkpoint_folder(args))
+        _, state = eng.load_checkpoint(checkpoint_folder(args))
+        feed.load_state_dict(state["data"])
 
     accumulation = args.gradient_accumulation_steps
-    eval_interval = args.eval_interval or max(1, len(sampler) // accumulation)
-    batches = batch_stream(sampler, start=eng.global_steps * accumulation)
+    eval_interval = evaluation_interval(feed.batches_per_epoch, args)
     writer = MetricsWriter(args.output_dir, "dpo", args, start_step=eng.global_steps)
     if eng.global_steps == 0:
-        writer.log_eval(0, evaluate(eng, reference, data.eval, tokenizer, args))
+        writer.log_eval(0, evaluate(eng, reference, data.eval, collate, args))
     with Progress(total_steps, "DPO", start=eng.global_steps) as progress:
         for step in range(eng.global_steps + 1, total_steps + 1):
             started, lr, meter = time.perf_counter(), eng.get_lr()[0], MetricAccumulator()
             eng.train()
             tokens = 0
             for _ in range(accumulation):
-                epoch, indices = next(batches)
-                rows = [data.train[i] for i in indices]
-                batch = to_device(collate_answers(rows, tokenizer.pad_token_id), eng.device)
+                epoch, _, items = next(feed)
+                batch = to_device(collate(items), eng.device)
                 loss, figures = batch_loss(eng, reference, batch, args)
-                eng.backward(loss, weight=len(indices))
+                eng.backward(loss, weight=len(items))
                 eng.step()
                 add(meter, figures)
                 tokens += int(batch["attention_mask"].sum())
@@ -116,11 +117,12 @@ def main(argv: list[str] | None = None) -> None:
             )
             progress.update(step, **shown)
             if is_due(step, eval_interval) or step == total_steps:
-                writer.log_eval(step, evaluate(eng, reference, data.eval, tokenizer, args))
+                writer.log_eval(step, evaluate(eng, reference, data.eval, collate, args))
             if is_due(step, args.save_interval):
-                eng.save_checkpoint(checkpoint_folder(args))
+                eng.save_checkpoint(checkpoint_folder(args), client_state={"data": feed.state_dict()})
 
     save_model(eng, tokenizer, args.output_dir)
+    report_data(data, args)
     writer.close()
     write_run_json(args.output_dir, args, status="complete")
 
@@ -152,7 +154,7 @@ def add(meter: MetricAccumulator, figures: dict[str, torch.Tensor]) -> None:
 
 
 @torch.no_grad()
-def evaluate(eng, reference, items, tokenizer, args) -> dict[str, float]:
+def evaluate(eng, reference, items, collate, args) -> dict[str, float]:
     """Means over all held-out pairs of all ranks."""
     if not len(items):
         return {}
@@ -162,7 +164,7 @@ def evaluate(eng, reference, items, tokenizer, args) -> dict[str, float]:
         items, args.per_device_eval_batch_size, args.seed, shuffle=False, drop_last=False
     ).iter(0):
         # A rank whose share has run out still takes part in stage 3's gathers, with a pair that counts for nothing.
-        batch = to_device(collate_answers([items[i] for i in indices or [0]], tokenizer.pad_token_id), eng.device)
+        batch = to_device(collate([items[i] for i in indices or [0]]), eng.device)
         _, figures = batch_loss(eng, reference, batch, args)
         add(meter, {name: figure[: len(indices)] for name, figure in figures.items()})
     return meter.reduce()

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from data import chat
 from data.inspection import byte_tokenizer, histogram, inspect_data, main, print_inspection, token_texts
-from tests.data.kit import build
+from data.loading import BadRows
+from tests.data.kit import CHATML, build
 
 
 @pytest.fixture
@@ -102,3 +103,24 @@ def test_byte_tokenizer_counts_bytes():
     text = "aé😀\n  \x00"
     assert len(tokenizer(text).input_ids) == len(text.encode())
     assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_shapes_are_explained_or_fixed_and_bad_rows_shown(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "q", "response": "a", "text": "\\n\\nHuman: x\\n\\nAssistant: y"}\n{broken\n{"a": 1}\n')
+    found = inspect_data("sft", build("byte-level"), path, bad_rows=BadRows(limit=1.0)).as_dict()["sources"][0]
+    assert found["shape_reasons"] == {"prompt-response": f"{path} row 1 has the columns prompt, response, text"}
+    main([str(path), "--data_format", "dialogue-text", "--json"])
+    found = json.loads(capsys.readouterr().out)["sources"][0]
+    assert found["shape_reasons"] == {"dialogue-text": "asked for; the columns are prompt, response, text"}
+    assert found["rows_dropped"] == {"not JSON": 1, "missing column": 1}
+    with pytest.raises(ValueError, match="row 2: not JSON"):
+        main([str(path), "--on_bad_row", "error"])
+    with pytest.raises(ValueError, match="2 of 3 rows are malformed, more than the 50% allowed"):
+        main([str(path), "--max_bad_rows", "0.5"])
+
+
+def test_a_chat_template_from_a_file(rows, tmp_path, capsys):
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    main([str(rows), "--chat_template", str(tmp_path / "chat.jinja"), "--examples", "1"])
+    assert "<|im_start|>assistant" in capsys.readouterr().out

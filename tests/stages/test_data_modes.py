@@ -9,7 +9,7 @@ from tests.stages.kit import PPO_SMALL, ppo_models, run, trained, write_rows
 
 SMALL = {"per_device_train_batch_size": 4, "max_steps": 4, "learning_rate": 1e-3, "per_device_eval_batch_size": 8}
 STREAM = {"streaming": True, "shuffle_buffer": 6, "stream_eval_rows": 3}
-FIGURES = {"sft": ("loss", "grad_norm", "tokens"), "reward": ("loss", "grad_norm", "tokens"), "ppo": ("score_mean",)}
+FIGURES = {stage: ("loss", "grad_norm", "tokens") for stage in ("sft", "reward", "dpo")} | {"ppo": ("score_mean",)}
 
 
 @pytest.fixture(scope="module")
