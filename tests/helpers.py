@@ -104,16 +104,17 @@ def _collect(processes: list, folder: Path, timeout: float) -> list[Any]:
         for rank in range(len(processes))
         if (folder / f"{rank}.pkl").exists()
     }
-    # also a rank that had done its work and died while it left
     died = [
         f"rank {rank} (exit code {process.exitcode})"
         for rank, process in enumerate(processes)
-        if process.exitcode not in (None, 0) and outcomes.get(rank, ("ok",))[0] == "ok"
+        # with its work done too: a rank that crashes while it leaves fails a user's run
+        if (rank not in outcomes and process.exitcode is not None)
+        or (rank in outcomes and outcomes[rank][0] == "ok" and process.exitcode not in (None, 0))
     ]
-    why = f"died without a word: {', '.join(died)}" if died else ""
+    why = f"died without a word: {', '.join(died)}" if died else "no rank died"
     for rank, (kind, value) in sorted(outcomes.items()):
         if kind == "error":
             raise AssertionError(f"rank {rank} failed; {why}\n{value}")
-    if died:
+    if died or len(outcomes) < len(processes):
         raise AssertionError(why)
     return [value for _, (_, value) in sorted(outcomes.items())]
