@@ -267,6 +267,7 @@ class Engine:
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None, *, ema: bool = False) -> None:
         """Write the module as a Hugging Face folder, whole tensors in the compute type. Collective.
 
+        LoRA adapters are merged; where they are all that was trained, `folder/adapter` holds them alone as well.
         With `ema` the moving averages of `enable_ema` stand in for the trained parameters.
         """
         if ema and not self.ema:
@@ -274,7 +275,8 @@ class Engine:
         parameters = self.gather_full_parameters()
         if ema:
             parameters = ((name, whole(self.ema[name]) if name in self.ema else p) for name, p in parameters)
-        export.save_pretrained(self.module, parameters, Path(folder), dtype or self.compute_dtype)
+        trained = [name for name, _ in self.parameters.trainable]
+        export.save_pretrained(self.module, parameters, Path(folder), dtype or self.compute_dtype, trained)
 
     def gather_full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole parameter) on every rank, one at a time. Collective: exhaust it on all ranks."""

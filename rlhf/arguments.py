@@ -12,7 +12,15 @@ from collections.abc import Callable
 
 from rlhf.arguments_ppo import ppo_parser
 from rlhf.data_flags import data_group
-from rlhf.flag_groups import evaluation_group, inert_padding, model_group, output_group, scale_group, training_group
+from rlhf.flag_groups import (
+    evaluation_group,
+    inert_padding,
+    lora_group,
+    model_group,
+    output_group,
+    scale_group,
+    training_group,
+)
 from rlhf.flags import Parser, half, nearest, non_negative_float, parse, positive_float, positive_int
 
 __all__ = [
@@ -70,6 +78,7 @@ def sft_parser() -> Parser:
     data.add_argument("--train_on_prompt", action="store_true", help="train on the prompt's tokens too")
     model_group(parser)
     training_group(parser, learning_rate=1e-3)
+    lora_group(parser)
     evaluation_group(parser)
     output = output_group(parser)
     output.add_argument("--print_loss", action="store_true", help="print the loss of every step")
@@ -101,6 +110,7 @@ def reward_parser() -> Parser:
         default=1.0,
         help="factor of the margins in the data by which chosen answers must be better; 0: none",
     )
+    lora_group(parser)
     evaluation = evaluation_group(parser)
     evaluation.add_argument(
         "--eval_iters", type=positive_int, default=100, help="most batches in one evaluation"
@@ -123,6 +133,7 @@ def dpo_parser() -> Parser:
     training.add_argument(
         "--label_smoothing", type=half, default=0.0, help="share of pairs taken to be the wrong way round, below 0.5"
     )
+    lora_group(parser)
     evaluation_group(parser)
     output_group(parser)
     scale_group(parser)

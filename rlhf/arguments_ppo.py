@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf.data_flags import data_group
-from rlhf.flag_groups import dtype_and_inert, inert_padding, output_group, per_model, shared_training
+from rlhf.flag_groups import dtype_and_inert, inert_padding, lora_group, output_group, per_model, shared_training
 from rlhf.flags import (
     Parser,
     fraction,
@@ -31,6 +31,7 @@ def ppo_parser() -> Parser:
     )
 
     _ppo_training_group(parser)
+    lora_group(parser, ("actor_", "critic_"))
     _ppo_algorithm_group(parser)
     _ppo_sampling_group(parser)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from rlhf.flags import Parser, fraction, non_negative_float, non_negative_int, positive_int
 
+LORA_BLOCKS = "decoder.layers."  # what DeepSpeed-Chat's default finds in OPT; `rlhf.lora` takes it for any family's
 SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
 
 
@@ -53,6 +54,26 @@ def shared_training(add: Callable[..., argparse.Action]) -> None:
         help="stop after this many optimizer steps; 0: no limit",
     )
     add("--seed", type=int, default=1234, help="seed of the data order, the sampling and new weights")
+
+
+def lora_group(parser: Parser, models: tuple[str, ...] = ("",)) -> None:
+    """`models`: prefixes of the flags of each model that can have adapters, such as `actor_`."""
+    add = parser.add_argument_group("LoRA").add_argument
+    for model in models:
+        add(f"--{model}lora_dim", type=non_negative_int, default=0, help="rank of the adapters; 0: none")
+        add(
+            f"--{model}lora_module_name",
+            default=LORA_BLOCKS,
+            metavar="PART",
+            help="part of the adapted layers' names, or several by commas; default: all in any family's blocks",
+        )
+        rate = {"type": non_negative_float, "default": 5e-4}
+        add(f"--{model}lora_learning_rate", **rate, help="peak rate of the adapters; all else has the stage's own")
+    add(
+        "--only_optimize_lora",
+        action="store_true",
+        help="with adapters, train them alone (and a score head); without this the unadapted rest trains too",
+    )
 
 
 def evaluation_group(parser: Parser) -> argparse._ArgumentGroup:

@@ -6,10 +6,11 @@ from argparse import Namespace
 
 import engine
 from rlhf.feed import Feed
+from rlhf.lora import WithoutAdapters, actor_lora, critic_lora
 from rlhf.models import load_actor, load_score_model
 from rlhf.rollout import Models
 from rlhf.score_scale import ScoreScale
-from rlhf.training import checkpoint_folder, inference_config, prepare_module, train_config
+from rlhf.training import checkpoint_folder, inference_config, train_config, training_engine
 
 
 def load_models(args: Namespace, total_steps: int) -> Models:
@@ -28,8 +29,8 @@ def load_models(args: Namespace, total_steps: int) -> Models:
     }
     actor_path, critic_path = args.actor_model_name_or_path, args.critic_model_name_or_path
     reward_path = args.reward_model_name_or_path or critic_path
-    actor = engine.initialize(
-        prepare_module(load_actor(actor_path, dropout=args.actor_dropout or 0.0), args.actor_gradient_checkpointing),
+    actor = training_engine(
+        load_actor(actor_path, dropout=args.actor_dropout or 0.0),
         train_config(
             args,
             zero_stage=args.actor_zero_stage,
@@ -39,10 +40,12 @@ def load_models(args: Namespace, total_steps: int) -> Models:
             total_steps=total_steps,
             hybrid_engine=hybrid,
         ),
+        path=actor_path,
+        gradient_checkpointing=args.actor_gradient_checkpointing,
+        lora=actor_lora(args),
     )
-    critic_model = load_score_model(critic_path, dropout=args.critic_dropout or 0.0)
-    critic = engine.initialize(
-        prepare_module(critic_model, args.critic_gradient_checkpointing),
+    critic = training_engine(
+        load_score_model(critic_path, dropout=args.critic_dropout or 0.0),
         train_config(
             args,
             zero_stage=args.critic_zero_stage,
@@ -51,12 +54,19 @@ def load_models(args: Namespace, total_steps: int) -> Models:
             weight_decay=args.critic_weight_decay,
             total_steps=total_steps,
         ),
+        path=critic_path,
+        gradient_checkpointing=args.critic_gradient_checkpointing,
+        lora=critic_lora(args),
     )
-    reference_config = inference_config(args, zero_stage=args.actor_zero_stage, micro_batch=micro_batch)
+    if args.actor_lora_dim and args.only_optimize_lora:
+        reference = WithoutAdapters(actor)
+    else:
+        reference_config = inference_config(args, zero_stage=args.actor_zero_stage, micro_batch=micro_batch)
+        reference = engine.initialize(load_actor(actor_path, dropout=0.0), reference_config)
     reward_config = inference_config(args, zero_stage=args.critic_zero_stage, micro_batch=micro_batch)
     return Models(
         actor=actor,
-        reference=engine.initialize(load_actor(actor_path, dropout=0.0), reference_config),
+        reference=reference,
         critic=critic,
         reward=engine.initialize(load_score_model(reward_path, dropout=0.0), reward_config),
     )

@@ -12,7 +12,9 @@ import torch
 
 import engine
 from data import BatchSampler
+from engine.optimizers import parameter_groups
 from rlhf.arguments import resolve_dtype
+from rlhf.lora import Lora, add_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +71,22 @@ def _common(args: argparse.Namespace, zero_stage: int, micro_batch: int) -> dict
     }
 
 
-def prepare_module(module: torch.nn.Module, gradient_checkpointing: bool) -> torch.nn.Module:
-    """Switch activation checkpointing on where asked."""
+def training_engine(
+    module: torch.nn.Module,
+    config: dict[str, Any],
+    *,
+    path: str | Path,
+    gradient_checkpointing: bool = False,
+    lora: Lora | None = None,
+) -> engine.Engine:
+    """The engine that trains `module`, which came from `path`: under adapters where asked, with a rate of their own."""
+    groups = None
+    if lora is not None:
+        add_adapters(module, lora, path)
+        groups = parameter_groups(module, config["optimizer"]["params"]["weight_decay"], lora.learning_rate)
     if gradient_checkpointing:
         module.activation_checkpointing_enable()
-    return module
+    return engine.initialize(module, config, model_parameters=groups)
 
 
 def sampler_for(

@@ -25,6 +25,7 @@ from rlhf.arguments import dpo_parser, parse
 from rlhf.experience import answer_logprobs
 from rlhf.feed import open_feed
 from rlhf.launch import stage_main
+from rlhf.lora import WithoutAdapters, lora_of
 from rlhf.losses import dpo_loss
 from rlhf.metrics import MetricAccumulator, MetricsWriter, write_run_json
 from rlhf.models import load_actor, load_tokenizer
@@ -36,12 +37,12 @@ from rlhf.training import (
     evaluation_interval,
     inference_config,
     is_due,
-    prepare_module,
     refuse_to_bury,
     sampler_for,
     save_model,
     to_device,
     train_config,
+    training_engine,
 )
 
 
@@ -70,12 +71,15 @@ def main(argv: list[str] | None = None) -> None:
         weight_decay=args.weight_decay,
         total_steps=total_steps,
     )
-    eng = engine.initialize(prepare_module(model, args.gradient_checkpointing), config)
-    reference = engine.initialize(
-        load_actor(args.model_name_or_path, dropout=0.0),
-        inference_config(args, zero_stage=args.zero_stage, micro_batch=micro_batch),
-    )
-    reference.eval()
+    path, checkpointing = args.model_name_or_path, args.gradient_checkpointing
+    eng = training_engine(model, config, path=path, gradient_checkpointing=checkpointing, lora=lora_of(args))
+    if args.lora_dim and args.only_optimize_lora:
+        reference = WithoutAdapters(eng)
+    else:
+        reference = engine.initialize(
+            load_actor(path, dropout=0.0),
+            inference_config(args, zero_stage=args.zero_stage, micro_batch=micro_batch),
+        ).eval()
     if args.resume:
         _, state = eng.load_checkpoint(checkpoint_folder(args))
         feed.load_state_dict(state["data"])
@@ -130,9 +134,9 @@ def main(argv: list[str] | None = None) -> None:
 def batch_loss(model, reference, batch: dict[str, torch.Tensor], args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The micro-batch's mean loss over its pairs, and its figures, `[B]` each, detached."""
     text = (batch["input_ids"], batch["attention_mask"], batch["response_mask"])
-    chosen, rejected = answer_logprobs(model, *text).chunk(2)
-    with torch.no_grad():
+    with torch.no_grad():  # first: the reference may be the policy's own engine without its adapters
         ref_chosen, ref_rejected = answer_logprobs(reference, *text).chunk(2)
+    chosen, rejected = answer_logprobs(model, *text).chunk(2)
     losses, chosen_reward, rejected_reward = dpo_loss(
         chosen, rejected, ref_chosen, ref_rejected, beta=args.beta, label_smoothing=args.label_smoothing
     )

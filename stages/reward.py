@@ -20,6 +20,7 @@ from data import collate_answers
 from rlhf.arguments import parse, reward_parser
 from rlhf.feed import open_feed
 from rlhf.launch import stage_main
+from rlhf.lora import lora_of
 from rlhf.losses import pair_loss, pair_token_loss, single_loss
 from rlhf.metrics import MetricsWriter, write_run_json
 from rlhf.models import end_scores, load_tokenizer, new_score_model
@@ -31,12 +32,12 @@ from rlhf.training import (
     count_steps,
     evaluation_interval,
     is_due,
-    prepare_module,
     refuse_to_bury,
     sampler_for,
     save_model,
     to_device,
     train_config,
+    training_engine,
 )
 
 
@@ -55,7 +56,6 @@ def main(argv: list[str] | None = None) -> None:
     collate = collate_with(collate_answers, tokenizer, args)
     total_steps = count_steps(feed.batches_per_epoch, args)
     model = new_score_model(args.model_name_or_path, tokenizer, seed=args.seed, dropout=args.dropout)
-    model = prepare_module(model, args.gradient_checkpointing)
     config = train_config(
         args,
         zero_stage=args.zero_stage,
@@ -64,7 +64,8 @@ def main(argv: list[str] | None = None) -> None:
         weight_decay=args.weight_decay,
         total_steps=total_steps,
     )
-    eng = engine.initialize(model, config)
+    path, checkpointing = args.model_name_or_path, args.gradient_checkpointing
+    eng = training_engine(model, config, path=path, gradient_checkpointing=checkpointing, lora=lora_of(args))
     if args.resume:
         _, state = eng.load_checkpoint(checkpoint_folder(args))
         feed.load_state_dict(state["data"])

@@ -20,6 +20,7 @@ from rlhf.arguments import parse, sft_parser
 from rlhf.experience import positions
 from rlhf.feed import open_feed
 from rlhf.launch import stage_main
+from rlhf.lora import lora_of
 from rlhf.losses import causal_lm_loss
 from rlhf.metrics import MetricsWriter, write_run_json
 from rlhf.models import load_actor, load_tokenizer
@@ -31,12 +32,12 @@ from rlhf.training import (
     count_steps,
     evaluation_interval,
     is_due,
-    prepare_module,
     refuse_to_bury,
     sampler_for,
     save_model,
     to_device,
     train_config,
+    training_engine,
 )
 
 
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     feed = open_feed(data.train, args.per_device_train_batch_size, args)
     collate, collate_eval = sft_collates(tokenizer, args)
     total_steps = count_steps(feed.batches_per_epoch, args)
-    model = prepare_module(load_actor(model_path, dropout=args.dropout), args.gradient_checkpointing)
+    model = load_actor(model_path, dropout=args.dropout)
     if args.packing:
         check_packing(model, args.max_seq_len)
     config = train_config(
@@ -68,7 +69,8 @@ def main(argv: list[str] | None = None) -> None:
         weight_decay=args.weight_decay,
         total_steps=total_steps,
     )
-    eng = engine.initialize(model, config)
+    checkpointing = args.gradient_checkpointing
+    eng = training_engine(model, config, path=model_path, gradient_checkpointing=checkpointing, lora=lora_of(args))
     if args.resume:
         _, state = eng.load_checkpoint(checkpoint_folder(args))
         feed.load_state_dict(state["data"])

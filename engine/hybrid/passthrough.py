@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from engine.adapters import plain_name
 from engine.hybrid.sampling import Sampling, choose, uniforms
 from engine.hybrid.scheduler import Answers, OnToken
-from engine.hybrid.sources import Sources, plain_name
+from engine.hybrid.sources import Sources
 
 
 class _Chooser(LogitsProcessor):

@@ -13,15 +13,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-# What wrappers put into parameter names, and what adapters do.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
-_PEFT_ROOT = "base_model.model."
+from engine.adapters import Factors, active_factors, plain_name
 
 
 @dataclass
 class _Source:
     parameter: torch.Tensor
-    adapters: list[tuple[torch.Tensor, torch.Tensor, float, bool]]
+    adapters: list[Factors]
     owners: list[list[tuple[int, int]]] | None
 
 
@@ -38,7 +36,7 @@ class Sources:
             if isinstance(child, FSDPModule):
                 child.reshard()
         self._sources = {}
-        adapters = _adapters(self.module)
+        adapters = active_factors(self.module)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if ".lora_" in name or "modules_to_save" in name:
                 continue
@@ -63,7 +61,7 @@ class Sources:
     def is_sharded(self) -> bool:
         return any(source.owners is not None for source in self._sources.values())
 
-    def adapter_factors(self, name: str) -> list[tuple[torch.Tensor, torch.Tensor, float, bool]]:
+    def adapter_factors(self, name: str) -> list[Factors]:
         return self._sources[name].adapters
 
     def local_rows(self, name: str) -> torch.Tensor:
@@ -75,7 +73,7 @@ class Sources:
             local = local.to_local()
         local = local.reshape(local.shape[0], -1)
         for factors in source.adapters:
-            product = _product(*factors)
+            product = factors.product()
             if source.owners is not None:
                 product = product[slice(*source.owners[torch.distributed.get_rank()][0])]
             local = local + product.to(local.dtype)
@@ -86,44 +84,13 @@ class Sources:
         source = self._sources[name]
         weight = _full(source.parameter)
         for factors in source.adapters:
-            weight = weight + _product(*factors).to(weight.dtype)
+            weight = weight + factors.product().to(weight.dtype)
         return weight
-
-
-def plain_name(name: str) -> str:
-    """`name` without what checkpointing, compiling and adapters add to it."""
-    for part in _WRAPPERS:
-        name = name.replace(part, "")
-    return name.removeprefix(_PEFT_ROOT)
-
-
-def _adapters(module: nn.Module) -> dict[str, list]:
-    """Active LoRA factors (A `[r, in]`, B `[out, r]`, scaling, weight is `[in, out]`) by plain module name."""
-    found: dict[str, list] = {}
-    for name, child in module.named_modules():
-        factors = getattr(child, "lora_A", None)
-        if not isinstance(factors, nn.ModuleDict) or getattr(child, "disable_adapters", False):
-            continue
-        merged = set(getattr(child, "merged_adapters", ()))
-        pairs = [
-            (factors[key].weight, child.lora_B[key].weight, child.scaling[key], getattr(child, "fan_in_fan_out", False))
-            for key in child.active_adapters
-            if key in factors and key not in merged
-        ]
-        if pairs:
-            found[plain_name(name + ".").rstrip(".")] = pairs
-    return found
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, scaling: float, flipped: bool) -> torch.Tensor:
-    """`scaling * B @ A`, laid out as the weight is. The factors are thin, so both are gathered whole."""
-    product = (_full(b).float() @ _full(a).float()) * scaling
-    return product.T if flipped else product
 
 
 def _row_owners(parameter: torch.Tensor) -> list[list[tuple[int, int]]] | None:

@@ -29,7 +29,7 @@ def write_rows(path: Path, count: int = 60) -> Path:
 
 
 def run(stage: str, output: Path, data: Path | list[Path], **flags) -> list[dict]:
-    """Run one stage; True switches a flag on, a list gives several values. Returns its metrics lines."""
+    """Run one stage; True switches a flag on, False leaves it out, a list gives several values. Returns its lines."""
     models = () if stage == "ppo" else ("model_name_or_path",)
     defaults = {name: str(tiny_models.folder()) for name in models}
     settings = {
@@ -43,6 +43,8 @@ def run(stage: str, output: Path, data: Path | list[Path], **flags) -> list[dict
     }
     argv: list[str] = []
     for name, value in settings.items():
+        if value is False:
+            continue
         words = [] if value is True else value if isinstance(value, list) else [value]
         argv += [f"--{name}", *map(str, words)]
     MAINS[stage](argv)
