@@ -1,4 +1,4 @@
-"""The ``rlhf`` command: ``run``, ``sft``, ``reward``, ``dpo``, ``ppo``, ``chat``, ``report``, ``data inspect``.
+"""The ``rlhf`` command: ``run``, the stages, ``eval``, ``chat``, ``report``, ``data inspect``.
 
 Whatever fails ends in one line on standard error, ``error: …``, and a status other than 0: 2 for a command
 line that cannot be read, 128 plus the signal's number after an interruption, 1 for the rest.
@@ -23,13 +23,14 @@ usage: rlhf COMMAND [flags]
   reward         step 2 alone: the reward model
   dpo            preferences without a reward model, in place of steps 2 and 3
   ppo            step 3 alone: PPO
+  eval           rlhf eval reward: a reward model on pairs;  rlhf eval prompts: two models side by side
   chat           talk to a model:  rlhf chat --path OUTPUT/ppo/actor
   report         draw a run's report again:  rlhf report OUTPUT
   data           what a source holds and what would be dropped:  rlhf data inspect SOURCE
 
 `rlhf COMMAND --help` lists the flags of each.
 """
-COMMANDS = ("run", "sft", "reward", "dpo", "ppo", "chat", "report", "data")
+COMMANDS = ("run", "sft", "reward", "dpo", "ppo", "eval", "chat", "report", "data")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -69,6 +70,8 @@ def _dispatch(argv: list[str]) -> None:
         from rlhf import report
 
         report.main(rest)
+    elif command == "eval":
+        _eval(rest)
     elif command == "data":
         _data(rest)
     else:
@@ -85,6 +88,22 @@ def _data(rest: list[str]) -> None:
         inspection.main(rest[1:])
     else:
         _fail("rlhf data knows one command: rlhf data inspect SOURCE", 2)
+
+
+def _eval(rest: list[str]) -> None:
+    if rest[:1] == ["reward"]:
+        from rlhf import eval_reward
+
+        eval_reward.main(rest[1:])
+    elif rest[:1] == ["prompts"]:
+        from rlhf import eval_prompts
+
+        eval_prompts.main(rest[1:])
+    elif rest[:1] in (["-h"], ["--help"]):
+        print("usage: rlhf eval reward|prompts [flags]   (rlhf eval reward --help lists the flags)")
+        raise SystemExit(0)
+    else:
+        _fail("rlhf eval knows two commands: rlhf eval reward and rlhf eval prompts", 2)
 
 
 def _stage(stage: str, argv: list[str]) -> None:

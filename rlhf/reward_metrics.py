@@ -118,7 +118,9 @@ def figures(batches: list[dict[str, np.ndarray]], sources: list[str]) -> dict[st
     of_verdicts = np.concatenate([of_pairs, of_singles[is_label]])
     good, bad = np.concatenate([chosen, labels[is_good]]), np.concatenate([rejected, labels[~is_good]])
     out: dict[str, object] = {"pairs": len(chosen), "labels": len(labels), "scores": int((~is_label).sum())}
+    out |= {f"{side}_score": float(some.mean()) for side, some in (("chosen", good), ("rejected", bad)) if len(some)}
     if len(right):
+        out["accuracy"] = float(right.mean())
         out["accuracy_low"], out["accuracy_high"] = share_interval(int(right.sum()), len(right))
         out["ece"], out["calibration"] = calibration(1 / (1 + np.exp(-np.abs(logits))), right)
         out["accuracy_by_source"] = {

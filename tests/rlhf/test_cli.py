@@ -9,6 +9,7 @@ import pytest
 
 from rlhf import chat, cli, pipeline
 from rlhf.arguments import STAGE_PARSERS, parse
+from rlhf.eval_flags import prompt_eval_parser, reward_eval_parser
 from rlhf.launch import Interrupted, StageFailed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,5 +114,7 @@ def test_the_readmes_commands_parse():
     commands = list(readme_commands())
     assert {words[0] for words in commands} == {*cli.COMMANDS}
     for command, *flags in commands:
+        if command == "eval":
+            parse({"reward": reward_eval_parser, "prompts": prompt_eval_parser}[flags[0]](), flags[1:])
         if command in parsers:
             parse(parsers[command](), flags)
