@@ -27,7 +27,7 @@ def draw(result: StageResult) -> Iterator[tuple[str, str]]:
         shown = [panel(result, ax) for panel, ax in zip(panels, axes, strict=True)]
         for ax, drawn in zip(axes, shown, strict=True):
             ax.set_visible(drawn)
-            ax.set_xlabel("optimizer step")
+            ax.set_xlabel(ax.get_xlabel() or "optimizer step")
             ax.grid(alpha=0.25)
         if any(shown):
             data = io.BytesIO()
@@ -66,6 +66,19 @@ def score_and_gold(result: StageResult, ax: Axes) -> bool:
     return any(drawn)
 
 
+def reliability(result: StageResult, ax: Axes) -> bool:
+    """How sure the reward model is of its verdicts against how often they are right, at the last evaluation."""
+    bins = result.last("calibration")
+    if not bins:
+        return False
+    sure, right, counts = zip(*bins, strict=True)
+    ax.plot([0.5, 1], [0.5, 1], linewidth=1, color=GREY)
+    ax.scatter(sure, right, s=[10 + 120 * count / max(counts) for count in counts], color=BLUE)
+    ax.set_xlabel("probability the model gives its verdict")
+    ax.set_title("share of right verdicts, held-out", fontsize=10)
+    return True
+
+
 def _plot(result: StageResult, ax: Axes, name: str, label: str, evaluation: bool, colour: str) -> bool:
     steps, values = result.curve(name, evaluation)
     if steps:
@@ -92,7 +105,11 @@ PICTURES: dict[str, dict[str, list[Panel]]] = {
                 ("rejected_score", "rejected", True, ORANGE),
             ),
             lines("loss", ("loss", "training", False, GREY), ("loss", "held-out", True, BLUE)),
-        ]
+        ],
+        "AUC and calibration": [
+            lines("AUC, good against bad answers", ("auc", "held-out", True, BLUE)),
+            reliability,
+        ],
     },
     "dpo": {
         "DPO": [

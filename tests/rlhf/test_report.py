@@ -7,10 +7,11 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
-from rlhf import report, results
+from rlhf import curves, report, results
 from rlhf.results import StageResult, over_optimised, read_folder, read_lines, shown_prompt, summarize
 
 
@@ -191,6 +192,13 @@ def test_what_is_said_of_a_reward_model(tmp_path):
     line |= {"accuracy_by_source": {"a/one.jsonl": 0.5, "b/two.jsonl": 1.0}}
     write_lines(tmp_path / "reward/metrics.jsonl", [line])
     rows = report.table_rows(read_folder(tmp_path), summarize(read_folder(tmp_path), {}))
+    (result,) = read_folder(tmp_path).values()
+    assert not curves.reliability(result, Figure().subplots())
+    result.evals[-1]["calibration"] = [[0.6, 0.5, 10], [0.9, 1.0, 30]]
+    axes = Figure().subplots()
+    assert curves.reliability(result, axes)
+    assert axes.collections[0].get_offsets().tolist() == [[0.6, 0.5], [0.9, 1.0]]
+    assert "AUC and calibration" in dict(curves.draw(result))
     assert [(measure, value) for _, measure, value, _ in rows] == [
         ("accuracy, held-out pairs", "75.0%  (60.0% to 86.0%)"),
         ("  of one.jsonl", "50.0%"),
