@@ -18,7 +18,7 @@ from data.sources import Opened, Records
 from data.splits import Ratios, hold_out, repeats, split_rows
 from data.store import Item, StoreWriter
 
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 BATCH_RECORDS = 2048
 
 
@@ -87,9 +87,11 @@ class Builder:
             return
         part = "evaluation" if train >= needed else "training"
         mend = "raise eval_fraction, or set it to 0 to do without" if train >= needed else "give more data"
+        examples = [example for source in report["sources"] for example in source["first_dropped"].values()]
+        first = f"; first dropped: {examples[0]}" if examples else ""
         raise ValueError(
             f"too few {part} rows for stage {self.rules.stage}: {train} to train on (at least {needed}), {held_out} "
-            f"to evaluate with (at least {int(self.eval_fraction > 0)}): {mend}; {'; '.join(report['lines'])}"
+            f"to evaluate with (at least {int(self.eval_fraction > 0)}): {mend}; {'; '.join(report['lines'])}{first}"
         )
 
     def build(self, folder: Path, hashes: list[str]) -> dict[str, Any]:

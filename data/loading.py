@@ -62,6 +62,7 @@ def read_rows(
         reason = wanted(number)
         if reason is not None:
             report.drop(reason)
+            report.unseen += 1
             continue
         try:
             if isinstance(record, BadRecord):
@@ -71,7 +72,7 @@ def read_rows(
             if bad_rows.action == "error":
                 raise ValueError(f"{place}: {error}") from error
             report.drop(error.reason, f"{place}: {error}")
-            if report.rows_read >= CHECK_AFTER:
+            if report.rows_read - report.unseen >= CHECK_AFTER:
                 report.check_malformed(bad_rows.limit)
             continue
         report.shapes[shape] += 1

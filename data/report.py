@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 OTHER_STAGES = "dealt to the other stages"
-"""Not lost: rows that `data_split` gave to another stage. Counted with the dropped ones, so that rows add up."""
+HELD_OUT = "held out for evaluation"
+AHEAD = "read ahead, not used yet"
+BEFORE_RESUME = "used or dropped before the run was resumed"
+NOT_LOST = (OTHER_STAGES, HELD_OUT, AHEAD, BEFORE_RESUME)
+"""Not lost: rows that `data_split` gave to another stage, and what a stream does not train on now. Counted with the
+dropped ones, so that rows add up."""
 
 COUNTS = ("rows_read", "rows_train", "rows_eval", "items_train", "items_eval")
 
@@ -41,7 +46,7 @@ MALFORMED = frozenset(
 
 @dataclass
 class SourceReport:
-    """Counts of one source, which is the `number`-th of its run.
+    """Counts of one source, which is the `number`-th of its run; `unseen` rows were never looked into.
 
     `shapes`: rows of each recognised shape, `shape_reasons`: what they were recognised by; `rows_cut`: rows shortened
     to fit.
@@ -62,6 +67,7 @@ class SourceReport:
     files_unused: list[str] = field(default_factory=list)
     sha256: str | None = None
     number: int = 0
+    unseen: int = 0
 
     def drop(self, reason: str, example: str = "", count: int = 1) -> None:
         """Counts a dropped row, or `count` of them; the first of each reason is kept in words."""
@@ -74,12 +80,13 @@ class SourceReport:
         return combined([self])
 
     def check_malformed(self, limit: float) -> None:
-        """Raises ValueError when more than `limit` of the rows read so far are malformed."""
+        """Raises ValueError when more than `limit` of the rows looked into so far are malformed."""
+        seen = self.rows_read - self.unseen
         bad = {reason: count for reason, count in self.rows_dropped.items() if reason in MALFORMED}
-        if sum(bad.values()) > limit * max(self.rows_read, 1):
+        if sum(bad.values()) > limit * max(seen, 1):
             reason = max(bad, key=bad.get)
             raise ValueError(
-                f"{self.name}: {sum(bad.values())} of {self.rows_read} rows are malformed, more than the {limit:.0%} "
+                f"{self.name}: {sum(bad.values())} of {seen} rows are malformed, more than the {limit:.0%} "
                 f"allowed; {bad[reason]} because of: {self.first_dropped[reason]}"
             )
 
@@ -113,7 +120,7 @@ def combined(reports: list[SourceReport]) -> SourceReport:
     out = SourceReport(first.name, files=first.files, files_unused=first.files_unused)
     out.sha256, out.number = first.sha256, first.number
     for report in reports:
-        for name in COUNTS:
+        for name in (*COUNTS, "unseen"):
             setattr(out, name, getattr(out, name) + getattr(report, name))
         for name in ("rows_dropped", "shapes", "rows_cut"):
             getattr(out, name).update(getattr(report, name))
@@ -134,12 +141,12 @@ def totals(reports: list[SourceReport]) -> dict[str, Any]:
 def summary(report: SourceReport) -> str:
     """One line: what was read, what it is used for, and what was dropped why."""
     dropped = report.rows_dropped.copy()
-    elsewhere = dropped.pop(OTHER_STAGES, 0)
+    elsewhere = {reason: dropped.pop(reason) for reason in NOT_LOST if reason in dropped}
     parts = [
         f"{report.name}: {report.rows_read} rows read",
         f"{report.rows_train} used" if report.rows_train or not report.rows_eval else "",
-        f"{report.rows_eval} held out" if report.rows_eval else "",
-        f"{elsewhere} {OTHER_STAGES}" if elsewhere else "",
+        f"{report.rows_eval} evaluated on" if report.rows_eval else "",
+        *(f"{count} {reason}" for reason, count in elsewhere.items()),
         "dropped: " + ", ".join(f"{count} {reason}" for reason, count in dropped.most_common()) if dropped else "",
     ]
     return ", ".join(filter(None, parts))

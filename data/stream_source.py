@@ -12,15 +12,12 @@ from typing import Any
 
 from data.items import STAGES, Refused, Rules, make_items
 from data.loading import BadRows, new_report, read_rows
-from data.report import OTHER_STAGES, SourceReport
+from data.report import AHEAD, BEFORE_RESUME, HELD_OUT, OTHER_STAGES, SourceReport
 from data.shapes import Row
 from data.sources import Opened
 from data.splits import Ratios, parse_ratios
 from data.store import Item, item_tensors
 
-HELD_OUT = "held out for evaluation"
-BEFORE_RESUME = "used or dropped before the run was resumed"
-AHEAD = "read ahead, not used yet"
 ENCODE_RECORDS = 64
 
 

@@ -25,7 +25,8 @@ def load_data(stage: str, tokenizer: Any, args: argparse.Namespace) -> StageData
     """The items that `args` ask for, as `stage` ("sft", "reward" or "ppo") takes them. Collective.
 
     Gives the tokenizer the chat template of `--chat_template`, writes `data_report.json`, and prints how many
-    rows of each source were read, used and dropped. With `--streaming`, `train` is an `ItemStream` and `eval` a list.
+    rows of each source were read, used and dropped. With `--streaming`, `train` is an `ItemStream` and `eval` a list,
+    and `report_stream` says at the end what became of the rows.
 
     Raises:
         FileNotFoundError, ValueError: as `data.load_stage_data`, in one line.
@@ -35,7 +36,7 @@ def load_data(stage: str, tokenizer: Any, args: argparse.Namespace) -> StageData
     if args.streaming:
         return _open_stream(stage, tokenizer, args)
     data = load_stage_data(stage, tokenizer, data_output_path=args.data_output_path, **data_options(args))
-    report_data(data, args)
+    _write_report(data, args)
     return data
 
 
@@ -53,18 +54,18 @@ def _open_stream(stage: str, tokenizer: Any, args: argparse.Namespace) -> StageD
         raise ValueError(
             f"no row to evaluate with in {', '.join(map(str, args.data_path))}: raise --eval_fraction, or set it to 0"
         )
-    report = stream.report()
-    write_data_report(args.output_dir, report)
-    return StageData(stream, held_out, report)
+    return StageData(stream, held_out, stream.report())
 
 
-def report_data(data: StageData, args: argparse.Namespace) -> None:
-    """Writes `data_report.json`, and prints a line for each source; of a stream, what it has given so far. Collective.
-
-    A stage calls it at its end: by then a stream has been read.
-    """
+def report_stream(data: StageData, args: argparse.Namespace) -> None:
+    """A stage calls it at its end: only then is it known what a stream has given. Writes and prints the report, as
+    `load_data` has done for data that are no stream. Collective."""
     if isinstance(data.train, ItemStream):
         data.report = data.train.report()
+        _write_report(data, args)
+
+
+def _write_report(data: StageData, args: argparse.Namespace) -> None:
     write_data_report(args.output_dir, data.report)
     if distributed.is_main():
         for line in data.report["lines"]:

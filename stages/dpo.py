@@ -30,7 +30,7 @@ from rlhf.losses import dpo_loss
 from rlhf.metrics import MetricAccumulator, MetricsWriter, write_run_json
 from rlhf.models import load_actor, load_tokenizer
 from rlhf.progress import Progress
-from rlhf.stage_data import collate_with, load_data, report_data
+from rlhf.stage_data import collate_with, load_data, report_stream
 from rlhf.training import (
     checkpoint_folder,
     count_steps,
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
                 eng.save_checkpoint(checkpoint_folder(args), client_state={"data": feed.state_dict()})
 
     save_model(eng, tokenizer, args.output_dir)
-    report_data(data, args)
+    report_stream(data, args)
     writer.close()
     write_run_json(args.output_dir, args, status="complete")
 

@@ -32,7 +32,7 @@ from rlhf.progress import Progress
 from rlhf.ptx import PTX
 from rlhf.rollout import generate, judge
 from rlhf.score_scale import ScoreScale
-from rlhf.stage_data import load_data, report_data
+from rlhf.stage_data import load_data, report_stream
 from rlhf.training import count_steps, is_due, refuse_to_bury, save_model
 
 EMA_BETA = 0.992
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
     save_model(critic, load_tokenizer(args.critic_model_name_or_path), output / "critic")
     if args.enable_ema:
         save_model(actor, tokenizer, output / "actor_ema", ema=True)
-    report_data(data, args)
+    report_stream(data, args)
     writer.close()
     write_run_json(args.output_dir, args, status="complete")
 

@@ -26,7 +26,7 @@ from rlhf.metrics import MetricsWriter, write_run_json
 from rlhf.models import end_scores, load_tokenizer, new_score_model
 from rlhf.progress import Progress
 from rlhf.reward_metrics import Judged, RewardEvaluation, RewardMeter
-from rlhf.stage_data import collate_with, load_data, report_data
+from rlhf.stage_data import collate_with, load_data, report_stream
 from rlhf.training import (
     checkpoint_folder,
     count_steps,
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
                 eng.save_checkpoint(checkpoint_folder(args), client_state={"data": feed.state_dict()})
 
     save_model(eng, tokenizer, args.output_dir)
-    report_data(data, args)
+    report_stream(data, args)
     writer.close()
     write_run_json(args.output_dir, args, status="complete")
 

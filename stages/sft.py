@@ -26,7 +26,7 @@ from rlhf.metrics import MetricsWriter, write_run_json
 from rlhf.models import load_actor, load_tokenizer
 from rlhf.packing import check_packing, packed_logits
 from rlhf.progress import Progress
-from rlhf.stage_data import load_data, report_data, sft_collates
+from rlhf.stage_data import load_data, report_stream, sft_collates
 from rlhf.training import (
     checkpoint_folder,
     count_steps,
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
                 eng.save_checkpoint(checkpoint_folder(args), client_state={"data": feed.state_dict()})
 
     save_model(eng, tokenizer, args.output_dir)
-    report_data(data, args)
+    report_stream(data, args)
     writer.close()
     write_run_json(args.output_dir, args, status="complete")
 

@@ -167,7 +167,7 @@ def test_a_sources_own_evaluation_part_serves_every_stage(load, tmp_path):
 
 def test_empty_parts_are_errors_with_counts(load):
     rows = [{"instruction": f"q{k}", "output": "a"} for k in range(9)]
-    with pytest.raises(ValueError, match="too few training rows for stage reward: 0 to train.*3 no pair of answers"):
+    with pytest.raises(ValueError, match="stage reward: 0 to train.*3 no pair of answers; first dropped: .* row 1: no"):
         load("reward", rows)
     with pytest.raises(ValueError, match="too few training rows for stage sft: 3 to train on .at least 5"):
         load("sft", rows, min_train=5, eval_fraction=0.0)

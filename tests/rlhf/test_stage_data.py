@@ -43,7 +43,7 @@ def test_eval_fraction_and_the_report_on_disk(load, stage, tmp_path, capsys):
     assert (len(data.train), len(data.eval)) == (7, 3)
     report = json.loads((tmp_path / "out/data_report.json").read_text())
     assert (report["totals"]["rows_train"], report["totals"]["rows_eval"]) == (7, 3)
-    assert re.search(r"^data: .*rows.jsonl: 10 rows read, 7 used, 3 held out$", capsys.readouterr().out, re.M)
+    assert re.search(r"^data: .*rows.jsonl: 10 rows read, 7 used, 3 evaluated on$", capsys.readouterr().out, re.M)
     assert len(load(stage, rows(), "--eval_fraction", "0").eval) == 0
 
 
@@ -74,6 +74,13 @@ def test_bad_rows_are_counted_or_stop_the_run(load, capsys):
         load("reward", some, "--on_bad_row", "error")
     with pytest.raises(ValueError, match="1 of 20 rows are malformed, more than the 1% allowed"):
         load("reward", some, "--max_bad_rows", "0.01")
+
+
+def test_the_share_of_bad_rows_is_of_those_looked_into(load):
+    """Rows dealt to the other stages are not: a file that is bad throughout is found out by any stage."""
+    some = [{"prompt": "q", "answer": "a"}, {"x": 1}, {"x": 2}, {"x": 3}] * 5
+    with pytest.raises(ValueError, match=r"\d of 10 rows are malformed, .*; \d because of: .* unknown shape, field"):
+        load("sft", some, "--data_split", "1,1,0")
 
 
 def test_data_format_fixes_the_shape(load):
