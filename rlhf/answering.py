@@ -22,12 +22,12 @@ def default_device() -> torch.device:
 
 
 class Answerer:
-    """A model with its tokenizer. `flags`: those of `rlhf eval prompts`."""
+    """A model with its tokenizer. `args`: the flags of `rlhf eval prompts`."""
 
-    def __init__(self, path: str | Path, flags: Namespace):
+    def __init__(self, path: str | Path, args: Namespace):
         self.tokenizer = load_tokenizer(path)
         self.model = load_actor(path).to(default_device()).eval()
-        self.flags = flags
+        self._args = args
         self._stops = stop_token_ids(self.tokenizer)
         self._generator = Generator(self.model)
 
@@ -41,24 +41,24 @@ class Answerer:
         return [self._answer(prompt, number, decoding) for number, prompt in enumerate(ids)]
 
     def _answer(self, prompt: list[int], number: int, decoding: str) -> list[str]:
-        flags = self.flags
+        args = self._args
         row = torch.tensor([prompt], device=self.model.device)
         common: dict[str, Any] = {
-            "max_new_tokens": flags.max_new_tokens,
+            "max_new_tokens": args.max_new_tokens,
             "eos_token_id": self._stops,
             "pad_token_id": self.tokenizer.pad_token_id,
         }
         if decoding == "contrastive":
             found = contrastive_search(
-                self.model, row, flags.max_new_tokens, flags.top_k, flags.penalty_alpha, self._stops
+                self.model, row, args.max_new_tokens, args.top_k, args.penalty_alpha, self._stops
             )
-        elif decoding == "greedy" and flags.num_beams > 1:
+        elif decoding == "greedy" and args.num_beams > 1:
             with torch.no_grad():
                 found = self.model.generate(
                     row,
                     attention_mask=torch.ones_like(row),
-                    num_beams=flags.num_beams,
-                    num_return_sequences=flags.num_return_sequences,
+                    num_beams=args.num_beams,
+                    num_return_sequences=args.num_return_sequences,
                     do_sample=False,
                     **common,
                 )
@@ -68,10 +68,10 @@ class Answerer:
             found = self._generator.generate(
                 row,
                 do_sample=True,
-                temperature=flags.temperature,
-                top_p=flags.top_p,
-                num_return_sequences=flags.num_return_sequences,
-                seed=[flags.seed + 7_919 * (number + 1)],
+                temperature=args.temperature,
+                top_p=args.top_p,
+                num_return_sequences=args.num_return_sequences,
+                seed=[args.seed + 7_919 * (number + 1)],
                 **common,
             )
         return [decode_response(self.tokenizer, ids) for ids in found[:, len(prompt) :]]

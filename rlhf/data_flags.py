@@ -20,6 +20,19 @@ TRUNCATION = {
 
 def data_group(parser: Parser, stage: str) -> argparse._ArgumentGroup:
     """Adds the flags of `stage` ("sft", "reward" or "ppo"), with the length limits it has."""
+    group = rows_group(parser, stage)
+    add = group.add_argument
+    add("--streaming", action="store_true", help="read rows on the way, without a cache; needs --max_steps")
+    add("--shuffle_buffer", type=positive_int, default=10_000, help="rows of a source that --streaming mixes")
+    add("--stream_eval_rows", type=non_negative_int, default=500, help="most rows held out with --streaming")
+    add("--group_by_length", action="store_true", help="batches of rows of like length, with less padding")
+    if stage != "ppo":
+        add("--pad_to_multiple_of", type=positive_int, default=1, help="a batch's length is rounded up to a multiple")
+    return group
+
+
+def rows_group(parser: Parser, stage: str) -> argparse._ArgumentGroup:
+    """Those of them that say which rows a stage has and how they become items; evaluation has no others."""
     parser.add_argument("--config", metavar="FILE", help="YAML file of values; flags on the command line win")
     group = parser.add_argument_group("data")
     add = group.add_argument
@@ -50,10 +63,4 @@ def data_group(parser: Parser, stage: str) -> argparse._ArgumentGroup:
     add("--chat_template", metavar="FILE", help="Jinja file in place of the tokenizer's own chat template")
     add("--on_bad_row", choices=("drop", "error"), default="drop", help="count rows that cannot be read, or stop")
     add("--max_bad_rows", type=fraction, default=0.5, help="share of rows that cannot be read, above which to stop")
-    add("--streaming", action="store_true", help="read rows on the way, without a cache; needs --max_steps")
-    add("--shuffle_buffer", type=positive_int, default=10_000, help="rows of a source that --streaming mixes")
-    add("--stream_eval_rows", type=non_negative_int, default=500, help="most rows held out with --streaming")
-    add("--group_by_length", action="store_true", help="batches of rows of like length, with less padding")
-    if stage != "ppo":
-        add("--pad_to_multiple_of", type=positive_int, default=1, help="a batch's length is rounded up to a multiple")
     return group

@@ -5,7 +5,7 @@ Imports nothing heavy, so that a misspelt flag is answered at once.
 
 from __future__ import annotations
 
-from rlhf.data_flags import data_group
+from rlhf.data_flags import rows_group
 from rlhf.flags import Parser, fraction, positive_float, positive_fraction, positive_int
 
 DECODINGS = ("greedy", "sample", "contrastive")
@@ -17,7 +17,7 @@ def reward_eval_parser() -> Parser:
     parser = Parser("rlhf eval reward", "How well a reward model tells good answers from bad ones.")
     add = parser.add_argument_group("model").add_argument
     add("--model_name_or_path", required=True, help="the reward model: folder or hub name")
-    data = data_group(parser, "reward")
+    data = rows_group(parser, "reward")
     data.add_argument(
         "--single_answers",
         choices=("auto", "pair", "label", "score"),

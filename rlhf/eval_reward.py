@@ -79,7 +79,7 @@ def _on_data(model: ScoreModel, tokenizer: Any, args: Namespace) -> dict[str, An
     """Figures over the data, and each item's scores."""
     if args.chat_template:
         use_template_file(tokenizer, args.chat_template)
-    data = load_stage_data("reward", tokenizer, **data_options(args))
+    data = load_stage_data("reward", tokenizer, data_output_path=args.data_output_path, **data_options(args))
     items = list(data.eval) if args.part == "held_out" else [*data.train, *data.eval]
     if not items:
         raise ValueError("no held-out answers: raise --eval_fraction, or take --part all")

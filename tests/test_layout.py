@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf import eval_flags
 from rlhf.arguments import INERT, STAGE_PARSERS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,6 +87,16 @@ def test_every_flag_is_read(stage):
     for path in [ROOT / "stages" / f"{stage}.py", *readers]:
         read |= set(flags_read(ast.parse(path.read_text(encoding="utf-8"))))
     flags = {action.dest for action in STAGE_PARSERS[stage]()._actions} - {"help", "config", *INERT}
+    assert flags <= read, f"read by nobody: {sorted(flags - read)}"
+
+
+@pytest.mark.parametrize("kind", ["reward", "prompts"])
+def test_every_flag_of_an_evaluation_is_read(kind):
+    parser = {"reward": eval_flags.reward_eval_parser, "prompts": eval_flags.prompt_eval_parser}[kind]()
+    read = {"prompt", "chosen", "rejected"} if kind == "reward" else set()  # by their names in turn
+    for name in (f"eval_{kind}.py", "answering.py", "stage_data.py"):
+        read |= set(flags_read(ast.parse((ROOT / "rlhf" / name).read_text(encoding="utf-8"))))
+    flags = {action.dest for action in parser._actions} - {"help", "config", "add_eot_token", *INERT}
     assert flags <= read, f"read by nobody: {sorted(flags - read)}"
 
 

@@ -67,6 +67,7 @@ def test_the_part_held_out_is_the_stages(tmp_path, reward_model, rows):
     flags += ["--eval_fraction", "0.2", "--output", str(tmp_path / "found.json")]
     cli.main(["eval", "reward", "--model_name_or_path", str(reward_model), *flags])
     assert len(json.loads((tmp_path / "found.json").read_text())["items"]) == 6
+    assert len([path for path in tmp_path.iterdir() if path.name.startswith("reward_")]) == 1  # its cache
 
 
 def test_two_texts(tmp_path, reward_model, capsys):
