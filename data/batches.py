@@ -81,14 +81,19 @@ class BatchSampler:
 
     def _grouped(self, order: Any, epoch: int) -> Any:
         """Sorts windows of 50 global batches by length, then deals the batches out in random order. The rows that
-        fill no batch are set aside before, so that they are a random lot."""
+        fill no batch are set aside before, so that they are a random lot. The batch of the longest row comes first: if
+        it does not fit into memory, one knows at once."""
         size, window = self.global_size, 50 * self.global_size
         whole = self.n // size
         for start in range(0, whole * size, window):
             part = order[start : min(start + window, whole * size)]
             order[start : start + len(part)] = part[self.lengths[part].argsort(kind="stable")[::-1]]
         batches = order[: whole * size].reshape(whole, size)
-        order[: whole * size] = batches[shuffled(whole, self.seed, epoch, 1)].reshape(-1)
+        batches = batches[shuffled(whole, self.seed, epoch, 1)]
+        if whole:
+            longest = int(self.lengths[batches].max(axis=1).argmax())
+            batches[[0, longest]] = batches[[longest, 0]]
+        order[: whole * size] = batches.reshape(-1)
         return order
 
     def iter(self, epoch: int = 0, start_batch: int = 0) -> Iterator[list[int]]:

@@ -61,8 +61,24 @@ def test_grouped_by_length_saves_padding_and_keeps_every_row():
     assert padding(grouped) < 0.2 * padding(BatchSampler(400, 8, seed=1))
     assert sorted(row for rows in grouped.iter(0) for row in rows) == list(range(400))
     assert grouped.order(0) != grouped.order(1)
+    for epoch in range(3):
+        assert max(lengths) in [lengths[i] for i in next(grouped.iter(epoch))], "the longest first"
     with pytest.raises(ValueError, match="2 lengths for 400 rows"):
         BatchSampler(400, 8, lengths=[1, 2])
+
+
+def test_rows_that_fill_no_grouped_batch_are_a_random_lot():
+    lengths = list(range(1, 104))
+    left = []
+    for seed in (1, 2):
+        given = sum(BatchSampler(103, 10, seed=seed, lengths=lengths).iter(0), [])
+        left.append(sorted(set(range(103)) - set(given)))
+    assert [len(rows) for rows in left] == [3, 3] and left[0] != left[1]
+    assert max(max(rows) for rows in left) > 20, "not the shortest ones"
+    kept = BatchSampler(103, 10, seed=1, lengths=lengths, drop_last=False)
+    assert sorted(sum(kept.iter(0), [])) == list(range(103))
+    few = BatchSampler(3, 10, seed=1, lengths=[1, 2, 3], drop_last=False)
+    assert sorted(sum(few.iter(0), [])) == [0, 1, 2]
 
 
 def test_too_few_rows_for_one_batch_is_an_error():
