@@ -13,6 +13,7 @@ from collections.abc import Callable
 from rlhf.arguments_ppo import ppo_parser
 from rlhf.data_flags import data_group
 from rlhf.flag_groups import (
+    EOT_TOKEN,
     evaluation_group,
     inert_padding,
     lora_group,
@@ -37,6 +38,7 @@ __all__ = [
 
 # Accepted so that DeepSpeed-Chat's scripts run as they are; each says in its help why nothing reads it.
 INERT = ("deepspeed", "local_rank", "enable_hybrid_engine", "compute_fp32_loss", "num_padding_at_beginning")
+INERT += ("enable_mixed_precision_lora", "preprocessing_num_workers")
 
 
 def resolve_dtype(name: str, device_type: str, bf16_supported: bool = False) -> tuple[str, str]:
@@ -75,6 +77,7 @@ def sft_parser() -> Parser:
     data.add_argument(
         "--packing", action="store_true", help="several dialogues share a row of --max_seq_len, each by itself"
     )
+    data.add_argument("--eot_token", default=EOT_TOKEN, help="the end token that --add_eot_token stands for")
     data.add_argument("--train_on_prompt", action="store_true", help="train on the prompt's tokens too")
     model_group(parser)
     training_group(parser, learning_rate=1e-3)

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from rlhf.data_flags import data_group
-from rlhf.flag_groups import dtype_and_inert, inert_padding, lora_group, output_group, per_model, shared_training
+from rlhf.flag_groups import (
+    dtype_and_inert,
+    eot_flag,
+    inert_padding,
+    lora_group,
+    output_group,
+    per_model,
+    shared_training,
+    unquantized,
+)
 from rlhf.flags import (
     Parser,
     fraction,
@@ -20,15 +29,19 @@ def ppo_parser() -> Parser:
     parser = Parser("rlhf ppo", "Step 3: PPO of the actor against the reward model.")
     add = data_group(parser, "ppo").add_argument
     add("--unsupervised_dataset_name", help="text source for the PTX loss; needs --unsup_coef above 0")
+    add("--unsupervised_dataset_config_name", help="which of the text source's sets, where the hub has several")
+    add("--preprocessing_num_workers", type=int, help="accepted and not needed: texts are tokenized as they are read")
     add("--unsup_coef", type=non_negative_float, default=27.8, help="weight of the PTX loss")
 
     add = parser.add_argument_group("models").add_argument
     add("--actor_model_name_or_path", required=True, help="the SFT model: folder or hub name")
     add("--critic_model_name_or_path", required=True, help="the reward model the critic starts from")
     add("--reward_model_name_or_path", help="the reward model that scores; the critic's when not given")
-    per_model(
-        add, "dropout", type=fraction, help="dropout of the {} in training; the model's own when not given"
-    )
+    per_model(add, "dropout", type=fraction, help="dropout of the {} in training; none when not given")
+    for model in ("actor", "critic"):
+        older = {"dest": f"{model}_dropout", "action": "store_const", "const": 0.0}
+        add(f"--disable_{model}_dropout", **older, help=f"an older name of --{model}_dropout 0")
+    eot_flag(add)
 
     _ppo_training_group(parser)
     lora_group(parser, ("actor_", "critic_"))
@@ -68,9 +81,13 @@ def ppo_parser() -> Parser:
 def _ppo_training_group(parser: Parser) -> None:
     add = parser.add_argument_group("training").add_argument
     size = {"type": positive_int, "default": 16}
-    add("--per_device_generation_batch_size", **size, help="prompts per process and generation batch")
-    add("--per_device_training_batch_size", **size, help="sequences per process and micro-batch")
-    add("--generation_batches", type=positive_int, default=1, help="generation batches of one PPO iteration")
+    # the second names are those of scripts written before August 2023
+    names = ("--per_device_generation_batch_size", "--per_device_train_batch_size")
+    add(*names, **size, help="prompts per process and generation batch")
+    names = ("--per_device_training_batch_size", "--per_device_mini_train_batch_size")
+    add(*names, **size, help="sequences per process and micro-batch")
+    names = ("--generation_batches", "--generation_batch_numbers")
+    add(*names, type=positive_int, default=1, help="generation batches of one PPO iteration")
     add("--ppo_epochs", type=positive_int, default=1, help="passes over one iteration's experience")
     add("--actor_learning_rate", type=non_negative_float, default=9.65e-6, help="peak rate of the actor")
     add("--critic_learning_rate", type=non_negative_float, default=5e-6, help="peak rate of the critic")
@@ -80,6 +97,8 @@ def _ppo_training_group(parser: Parser) -> None:
     add("--num_train_epochs", type=positive_int, default=1, help="passes over the prompts")
     add("--num_warmup_steps", type=non_negative_int, default=100, help="optimizer steps of linear warm-up")
     shared_training(add)
+    add("--enable_test_mode", action="store_true", help="stop after --test_stop_step optimizer steps, at least one")
+    add("--test_stop_step", type=non_negative_int, default=0, help="the last step with --enable_test_mode")
     per_model(add, "gradient_checkpointing", action="store_true", help="recompute the {}'s activations")
 
 
@@ -140,3 +159,6 @@ def _ppo_scale_group(parser: Parser) -> None:
         help="accepted and not needed: generation always uses it",
     )
     dtype_and_inert(add)
+    add("--offload_reference_model", action="store_true", help="keep the reference's parameters in CPU memory")
+    add("--offload_reward_model", action="store_true", help="keep the reward model's parameters in CPU memory")
+    unquantized(add)

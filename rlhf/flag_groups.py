@@ -8,6 +8,7 @@ from collections.abc import Callable
 from rlhf.flags import Parser, fraction, non_negative_float, non_negative_int, positive_int
 
 LORA_BLOCKS = "decoder.layers."  # what DeepSpeed-Chat's default finds in OPT; `rlhf.lora` takes it for any family's
+EOT_TOKEN = "<|endoftext|>"
 SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
 
 
@@ -19,6 +20,16 @@ def model_group(parser: Parser, dropout: str = "dropout in training; the model's
         help="Hugging Face folder or name, or a recipe such as recipe:llama-1m",
     )
     add("--dropout", type=fraction, help=dropout)
+    add("--disable_dropout", dest="dropout", action="store_const", const=0.0, help="an older name of --dropout 0")
+    eot_flag(add)
+
+
+def eot_flag(add: Callable[..., argparse.Action], token: str = EOT_TOKEN) -> None:
+    add(
+        "--add_eot_token",
+        action="store_true",
+        help=f"end answers with {token}, as one token; without it with the tokenizer's own end token",
+    )
 
 
 def training_group(parser: Parser, learning_rate: float) -> argparse._ArgumentGroup:
@@ -102,8 +113,9 @@ def dtype_and_inert(add: Callable[..., argparse.Action]) -> None:
         default="auto",
         help="compute type, over fp32 master weights; auto: bf16 or fp16 on a GPU, fp32 on a CPU",
     )
-    add("--offload", action="store_true", help="keep the optimizer's states and parameters in CPU memory")
+    add("--offload", action="store_true", help="keep optimizer states in CPU memory (ZeRO 1 to 3), in 3 parameters too")
     add("--deepspeed", action="store_true", help="accepted and not needed: the engine is always on")
+    add("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON over what the flags make; given flags win")
     add("--local_rank", type=int, default=-1, help="accepted and not needed: torchrun sets it")
     add("--compute_fp32_loss", action="store_true", help="accepted and not needed: losses are always fp32")
 
@@ -119,6 +131,11 @@ def inert_padding(parser: Parser) -> None:
     parser.add_argument_group("compatibility").add_argument(
         "--num_padding_at_beginning", type=int, default=1, help=text
     )
+
+
+def unquantized(add: Callable[..., argparse.Action]) -> None:
+    text = "accepted and not needed: frozen weights travel in the compute type"
+    add("--enable_mixed_precision_lora", action="store_true", help=text)
 
 
 def per_model(add: Callable[..., argparse.Action], name: str, *, help: str, **options) -> None:

@@ -56,7 +56,8 @@ def parse(parser: Parser, argv: Sequence[str] | None = None) -> argparse.Namespa
         name = word.split("=")[0]
         if name.startswith("--") and " " not in name and len(name) > 2 and name not in known:
             parser.error(f"unknown flag {name}{nearest(name, known)} (--help lists them all)")
-    args, extra = parser.parse_known_args([*_config_argv(parser, argv), *argv])
+    argv = [*_config_argv(parser, argv), *argv]
+    args, extra = parser.parse_known_args([*_deepspeed_argv(parser, argv, known), *argv])
     if extra:
         parser.error(f"unexpected argument {extra[0]!r}")
     return args
@@ -85,8 +86,25 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {folded[close[0]]}?" if close else ""
 
 
+def _deepspeed_argv(parser: Parser, argv: list[str], known: Sequence[str]) -> list[str]:
+    """What the JSON of ``--deepspeed_config`` says of the flags, to be read before all others."""
+    if "--deepspeed_config" not in known:
+        return []
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--deepspeed_config")
+    path = finder.parse_known_args(argv)[0].deepspeed_config
+    if path is None:
+        return []
+    from rlhf import deepspeed_config
+
+    try:
+        return deepspeed_config.words(path, known)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
 def _config_argv(parser: Parser, argv: list[str]) -> list[str]:
-    """The values of ``--config file.yaml`` as command-line words, to be read before the user's own."""
+    """The values of ``--config file.yaml`` as command-line words, to be read before the user's own flags."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     path = finder.parse_known_args(argv)[0].config
@@ -104,7 +122,9 @@ def _config_argv(parser: Parser, argv: list[str]) -> list[str]:
     if not isinstance(values, dict):
         parser.error(f"--config {path}: expected lines of `name: value`, got a {type(values).__name__}")
 
-    actions = {action.dest: action for action in parser._actions if action.option_strings}
+    actions = {
+        flag.lstrip("-").replace("-", "_"): action for action in parser._actions for flag in action.option_strings
+    }
     words: list[str] = []
     for key, value in values.items():
         action = actions.get(str(key).lstrip("-").replace("-", "_"))

@@ -61,9 +61,14 @@ def load_models(args: Namespace, total_steps: int) -> Models:
     if args.actor_lora_dim and args.only_optimize_lora:
         reference = WithoutAdapters(actor)
     else:
-        reference_config = inference_config(args, zero_stage=args.actor_zero_stage, micro_batch=micro_batch)
+        offload = args.offload_reference_model
+        reference_config = inference_config(
+            args, zero_stage=args.actor_zero_stage, micro_batch=micro_batch, offload=offload
+        )
         reference = engine.initialize(load_actor(actor_path, dropout=0.0), reference_config)
-    reward_config = inference_config(args, zero_stage=args.critic_zero_stage, micro_batch=micro_batch)
+    reward_config = inference_config(
+        args, zero_stage=args.critic_zero_stage, micro_batch=micro_batch, offload=args.offload_reward_model
+    )
     return Models(
         actor=actor,
         reference=reference,

@@ -6,11 +6,12 @@ batch holds padding (InstructGPT, Ouyang et al. 2022, appendix C.4).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from data import open_source
+from data import Source, open_source, parse_source
 from rlhf.experience import positions
 from rlhf.losses import causal_lm_loss
 from rlhf.training import batch_stream, sampler_for
@@ -27,7 +28,9 @@ class PTX:
         FileNotFoundError: no such source. ValueError: no `text` column, or too little text for one batch.
     """
 
-    def __init__(self, source: str, tokenizer: Any, block_length: int, batch_size: int, seed: int, start: int = 0):
+    def __init__(
+        self, source: str | Source, tokenizer: Any, block_length: int, batch_size: int, seed: int, start: int = 0
+    ):
         self._blocks = text_blocks(source, tokenizer, block_length)
         self._stream = batch_stream(sampler_for(self._blocks, batch_size, seed), start)
 
@@ -40,17 +43,24 @@ class PTX:
         return causal_lm_loss(logits, ids)[0]
 
 
-def text_blocks(source: str, tokenizer: Any, block_length: int) -> torch.Tensor:
+def text_source(name: str, subset: str | None) -> Source:
+    """The source of `--unsupervised_dataset_name`, with the set that `--unsupervised_dataset_config_name` picks."""
+    source = parse_source(name)
+    return replace(source, subset=subset) if subset else source
+
+
+def text_blocks(source: str | Source, tokenizer: Any, block_length: int) -> torch.Tensor:
     """All texts of a source as token blocks `[blocks, block_length]`; the rest that fills no block is left out."""
     stream: list[int] = []
+    name = source.name if isinstance(source, Source) else source
     for place, record in open_source(source).train:
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-            raise ValueError(f"--unsupervised_dataset_name {source}: {place} has no `text` column of text")
+            raise ValueError(f"--unsupervised_dataset_name {name}: {place} has no `text` column of text")
         ids = tokenizer(record["text"])["input_ids"]
         stream += ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
     count = len(stream) // block_length
     if count == 0:
         raise ValueError(
-            f"--unsupervised_dataset_name {source} has {len(stream)} tokens, less than one block of {block_length}"
+            f"--unsupervised_dataset_name {name} has {len(stream)} tokens, less than one block of {block_length}"
         )
     return torch.tensor(stream[: count * block_length]).view(count, block_length)

@@ -14,6 +14,7 @@ import engine
 from data import BatchSampler
 from engine.optimizers import parameter_groups
 from rlhf.arguments import resolve_dtype
+from rlhf.deepspeed_config import lay_over
 from rlhf.lora import Lora, add_adapters
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,8 @@ def train_config(
 
     `total_steps` counts optimizer steps: the schedule ends with the run.
     """
-    return {
-        **_common(args, zero_stage, micro_batch),
+    config = {
+        **_common(args, zero_stage, micro_batch, args.offload),
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "optimizer": {
             "type": "AdamW",
@@ -49,19 +50,25 @@ def train_config(
         "gradient_clipping": 1.0,
         "hybrid_engine": hybrid_engine or {"enabled": False},
     }
+    return lay_over(config, args.deepspeed_config) if args.deepspeed_config else config
 
 
-def inference_config(args: argparse.Namespace, *, zero_stage: int, micro_batch: int) -> dict[str, Any]:
-    """The engine's config of a model that only runs (reference, reward): sharded if its trained twin is in stage 3."""
-    return _common(args, 3 if zero_stage == 3 else 0, micro_batch)
+def inference_config(
+    args: argparse.Namespace, *, zero_stage: int, micro_batch: int, offload: bool = False
+) -> dict[str, Any]:
+    """The engine's config of a model that only runs (reference, reward).
+
+    It is sharded if its trained twin is in stage 3, or when its parameters are to rest in CPU memory.
+    """
+    return _common(args, 3 if zero_stage == 3 or offload else 0, micro_batch, offload)
 
 
-def _common(args: argparse.Namespace, zero_stage: int, micro_batch: int) -> dict[str, Any]:
+def _common(args: argparse.Namespace, zero_stage: int, micro_batch: int, offload: bool) -> dict[str, Any]:
     device = engine.distributed.device()
     bf16_supported = device.type == "cuda" and torch.cuda.is_bf16_supported()
     dtype, _ = resolve_dtype(args.dtype, device.type, bf16_supported)
     zero: dict[str, Any] = {"stage": zero_stage}
-    if args.offload:
+    if offload:
         zero["offload_param"] = zero["offload_optimizer"] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": micro_batch,

@@ -22,6 +22,7 @@ from transformers import set_seed
 import engine
 from data import collate_answers
 from rlhf.arguments import dpo_parser, parse
+from rlhf.end_token import use_eot_token
 from rlhf.experience import answer_logprobs
 from rlhf.feed import open_feed
 from rlhf.launch import stage_main
@@ -55,6 +56,8 @@ def main(argv: list[str] | None = None) -> None:
     write_run_json(args.output_dir, args, status="running")
 
     tokenizer = load_tokenizer(args.model_name_or_path)
+    if args.add_eot_token:
+        use_eot_token(tokenizer, trained="--model_name_or_path")
     data = load_data("reward", tokenizer, args)
 
     micro_batch = args.per_device_train_batch_size
@@ -78,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         reference = engine.initialize(
             load_actor(path, dropout=0.0),
-            inference_config(args, zero_stage=args.zero_stage, micro_batch=micro_batch),
+            inference_config(args, zero_stage=args.zero_stage, micro_batch=micro_batch, offload=args.offload),
         ).eval()
     if args.resume:
         _, state = eng.load_checkpoint(checkpoint_folder(args))

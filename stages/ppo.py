@@ -17,6 +17,7 @@ from transformers import set_seed
 import engine
 from rlhf.advantage import gae, shape_rewards, whiten
 from rlhf.arguments import parse, ppo_parser
+from rlhf.end_token import use_eot_token
 from rlhf.evaluation import Evaluator, show
 from rlhf.experience import Experience
 from rlhf.feed import open_feed
@@ -29,7 +30,7 @@ from rlhf.ppo_metrics import StepMetrics
 from rlhf.ppo_models import load_models, resume, save
 from rlhf.ppo_update import micro_batches, update
 from rlhf.progress import Progress
-from rlhf.ptx import PTX
+from rlhf.ptx import PTX, text_source
 from rlhf.rollout import generate, judge
 from rlhf.score_scale import ScoreScale
 from rlhf.stage_data import load_data, report_stream
@@ -47,6 +48,8 @@ def main(argv: list[str] | None = None) -> None:
     write_run_json(args.output_dir, args, status="running")
 
     tokenizer = load_tokenizer(args.actor_model_name_or_path)
+    if args.add_eot_token:
+        use_eot_token(tokenizer, trained="--actor_model_name_or_path")
     gold = load_gold(args.gold_fn) if args.gold_fn else None
     data = load_data("ppo", tokenizer, args)
 
@@ -63,7 +66,8 @@ def main(argv: list[str] | None = None) -> None:
     ptx = None
     if args.unsupervised_dataset_name:
         block, size = args.max_prompt_seq_len + args.max_answer_seq_len, args.per_device_training_batch_size
-        ptx = PTX(args.unsupervised_dataset_name, tokenizer, block, size, args.seed, start=actor.micro_steps)
+        texts = text_source(args.unsupervised_dataset_name, args.unsupervised_dataset_config_name)
+        ptx = PTX(texts, tokenizer, block, size, args.seed, start=actor.micro_steps)
 
     sampling = {
         "max_new_tokens": args.max_answer_seq_len,
@@ -153,7 +157,10 @@ def count_ppo_steps(iterations_per_epoch: int | None, answers: int, args: Namesp
             f"the prompts make {iterations_per_epoch} batch(es) of {answers} answers a process, too few for one "
             "optimizer step: lower --per_device_generation_batch_size or --gradient_accumulation_steps"
         )
-    return min(steps, args.max_steps) if args.max_steps else steps
+    limits = [args.max_steps] if args.max_steps else []
+    if args.enable_test_mode:
+        limits.append(max(1, args.test_stop_step))
+    return min(steps, *limits) if limits else steps
 
 
 def add_advantages(experience: Experience, scale: ScoreScale, kl_ctl: float, args: Namespace) -> None:

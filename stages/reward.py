@@ -18,6 +18,7 @@ from transformers import set_seed
 import engine
 from data import collate_answers
 from rlhf.arguments import parse, reward_parser
+from rlhf.end_token import fit_end_token, use_eot_token
 from rlhf.feed import open_feed
 from rlhf.launch import stage_main
 from rlhf.lora import lora_of
@@ -50,12 +51,16 @@ def main(argv: list[str] | None = None) -> None:
     write_run_json(args.output_dir, args, status="running")
 
     tokenizer = load_tokenizer(args.model_name_or_path)
+    if args.add_eot_token:
+        use_eot_token(tokenizer)
     data = load_data("reward", tokenizer, args)
 
     feed = open_feed(data.train, args.per_device_train_batch_size, args)
     collate = collate_with(collate_answers, tokenizer, args)
     total_steps = count_steps(feed.batches_per_epoch, args)
     model = new_score_model(args.model_name_or_path, tokenizer, seed=args.seed, dropout=args.dropout)
+    if args.add_eot_token:
+        fit_end_token(model.model, tokenizer)
     config = train_config(
         args,
         zero_stage=args.zero_stage,

@@ -17,6 +17,7 @@ from data import load_rows
 from engine.distributed import all_reduce_sums
 from rlhf import recipes
 from rlhf.arguments import parse, sft_parser
+from rlhf.end_token import fit_end_token, use_eot_token
 from rlhf.experience import positions
 from rlhf.feed import open_feed
 from rlhf.launch import stage_main
@@ -53,12 +54,16 @@ def main(argv: list[str] | None = None) -> None:
     if recipes.is_recipe(model_path):
         model_path = new_model(args)
     tokenizer = load_tokenizer(model_path)
+    if args.add_eot_token:
+        use_eot_token(tokenizer, args.eot_token)
     data = load_data("sft", tokenizer, args)
 
     feed = open_feed(data.train, args.per_device_train_batch_size, args)
     collate, collate_eval = sft_collates(tokenizer, args)
     total_steps = count_steps(feed.batches_per_epoch, args)
     model = load_actor(model_path, dropout=args.dropout)
+    if args.add_eot_token:
+        fit_end_token(model, tokenizer)
     if args.packing:
         check_packing(model, args.max_seq_len)
     config = train_config(

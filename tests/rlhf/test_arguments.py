@@ -4,71 +4,21 @@ import math
 
 import pytest
 
-from rlhf.arguments import INERT, STAGE_PARSERS, parse, ppo_parser, resolve_dtype, reward_parser, sft_parser
+from rlhf.arguments import STAGE_PARSERS, parse, ppo_parser, resolve_dtype, sft_parser
 from rlhf.flags import nearest
 
 MODEL = ["--model_name_or_path", "m", "--output_dir", "o"]
 PPO = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "c", "--output_dir", "o"]
 
-SHARED = {
-    "data_split": "2,4,4",
-    "num_train_epochs": 1,
-    "gradient_accumulation_steps": 1,
-    "lr_scheduler_type": "cosine",
-    "seed": 1234,
-    "local_rank": -1,
-    "offload": False,
-    "enable_tensorboard": False,
-}
-ONE_MODEL = {
-    "per_device_train_batch_size": 16,
-    "per_device_eval_batch_size": 16,
-    "max_seq_len": 512,
-    "weight_decay": 0.0,
-    "num_warmup_steps": 0,
-    "gradient_checkpointing": False,
-    "dropout": None,
-    "zero_stage": 0,
-}
-DEFAULTS = {
-    "sft": {**SHARED, **ONE_MODEL, "learning_rate": 1e-3, "sft_only_data_path": [], "print_loss": False},
-    "reward": {**SHARED, **ONE_MODEL, "learning_rate": 5e-5, "eval_interval": 0, "eval_iters": 100},
-    "dpo": {**SHARED, **ONE_MODEL, "learning_rate": 1e-3, "beta": 0.1, "label_smoothing": 0.0},
-    "ppo": {
-        **SHARED,
-        "per_device_generation_batch_size": 16,
-        "per_device_training_batch_size": 16,
-        "generation_batches": 1,
-        "ppo_epochs": 1,
-        "max_prompt_seq_len": 256,
-        "max_answer_seq_len": 256,
-        "actor_learning_rate": 9.65e-6,
-        "critic_learning_rate": 5e-6,
-        "actor_weight_decay": 0.0,
-        "critic_weight_decay": 0.0,
-        "num_warmup_steps": 100,
-        "inference_tp_size": 1,
-        "tp_gather_partition_size": 8,
-        "actor_zero_stage": 0,
-        "critic_zero_stage": 0,
-        "actor_dropout": None,
-        "enable_ema": False,
-        "print_answers_interval": 1,
-        "unsup_coef": 27.8,
-        "kl_ctl": 0.1,
-        "clip_reward_value": 5.0,
-        "cliprange": 0.2,
-        "cliprange_value": 0.2,
-        "gamma": 1.0,
-        "lam": 0.95,
-    },
-}
+# What DeepSpeed-Chat keeps fixed in its code.
+FIXED = {
+    "kl_ctl": 0.1, "clip_reward_value": 5.0, "cliprange": 0.2, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", STAGE_PARSERS)
-def test_names_and_defaults_are_deepspeed_chats(stage):
-    args = vars(parse(STAGE_PARSERS[stage](), PPO if stage == "ppo" else MODEL))
-    assert {name: args[name] for name in DEFAULTS[stage]} == DEFAULTS[stage]
+def test_constants_of_deepspeed_chat_are_defaults():
+    args = vars(parse(ppo_parser(), PPO))
+    assert {name: args[name] for name in FIXED} == FIXED
 
 
 @pytest.mark.parametrize("stage", STAGE_PARSERS)
@@ -78,12 +28,6 @@ def test_every_flag_has_a_one_line_help_and_reads_its_own_default(stage):
         if action.type is not None and action.default is not None:
             values = action.default if isinstance(action.default, list) else [action.default]
             assert [action.type(str(value)) for value in values] == values
-
-
-def test_inert_flags_say_so():
-    for build in STAGE_PARSERS.values():
-        helps = {action.dest: action.help for action in build()._actions}
-        assert all("not needed" in helps[name] for name in INERT if name in helps)
 
 
 def error_of(capsys, build, argv):
@@ -190,20 +134,3 @@ def test_dtype_auto_suits_the_device():
     assert resolve_dtype("auto", "cuda", bf16_supported=True)[0] == "bf16"
     assert resolve_dtype("auto", "cuda", bf16_supported=False)[0] == "fp16"
     assert resolve_dtype("fp16", "cpu") == ("fp16", "asked for by --dtype")
-
-
-def test_deepspeed_chats_own_scripts_parse():
-    """Flags as DeepSpeed-Chat's single-node scripts for OPT pass them."""
-    shared = ["--data_path", "a/b", "c/d", "--data_split", "2,4,4", "--gradient_accumulation_steps", "1"]
-    shared += ["--lr_scheduler_type", "cosine", "--seed", "1234", "--deepspeed", "--output_dir", "o"]
-    sizes = ["--per_device_train_batch_size", "8", "--per_device_eval_batch_size", "8"]
-    model = ["--model_name_or_path", "facebook/opt-1.3b", "--zero_stage", "2", "--num_warmup_steps", "0"]
-    parse(sft_parser(), [*shared, *sizes, *model, "--learning_rate", "9.65e-6", "--num_train_epochs", "16"])
-    reward = ["--weight_decay", "0.1", "--dropout", "0.0", "--num_padding_at_beginning", "1"]
-    parse(reward_parser(), [*shared, *sizes, *model, *reward])
-    ppo = ["--actor_model_name_or_path", "a", "--critic_model_name_or_path", "c", "--inference_tp_size", "1"]
-    ppo += ["--num_padding_at_beginning", "1", "--per_device_generation_batch_size", "4", "--enable_ema"]
-    ppo += ["--per_device_training_batch_size", "4", "--generation_batches", "1", "--ppo_epochs", "1"]
-    ppo += ["--actor_zero_stage", "2", "--critic_zero_stage", "2", "--enable_hybrid_engine"]
-    ppo += ["--actor_gradient_checkpointing", "--critic_gradient_checkpointing", "--actor_dropout", "0.0"]
-    assert parse(ppo_parser(), [*shared, *ppo]).enable_ema
