@@ -109,8 +109,12 @@ def _eval(rest: list[str]) -> None:
 def _stage(stage: str, argv: list[str]) -> None:
     parser = STAGE_PARSERS[stage]()
     add_launch_flags(parser)
-    parse(parser, argv)  # here, so that a slip is answered before any process starts
+    args = parse(parser, argv)  # here, so that a slip is answered before any process starts
     nproc, nodes, rest = take_launch_flags(argv)
+    if args.dry_run:
+        from rlhf.dry_run import dry_run
+
+        return dry_run(stage, args, nproc * nodes.count)
     run_stage(stage, rest, nproc, nodes)
 
 

@@ -99,6 +99,7 @@ def output_group(parser: Parser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("output")
     add = group.add_argument
     add("--output_dir", required=True, help="folder of the model, metrics and checkpoints")
+    add("--dry_run", action="store_true", help="print flags, batches, steps and memory of a process, and stop")
     add("--save_interval", type=non_negative_int, default=0, help="steps between checkpoints; 0: none")
     add("--resume", action="store_true", help="go on from the latest checkpoint in --output_dir")
     add("--enable_tensorboard", action="store_true", help="write TensorBoard events")

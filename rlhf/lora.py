@@ -23,7 +23,6 @@ from engine.adapters import adapters_off
 from engine.export import find_pretrained
 from engine.sharding import find_blocks
 from rlhf.flag_groups import LORA_BLOCKS
-from rlhf.model_files import resolve
 from rlhf.models import ScoreModel
 
 SHOWN_LAYERS = 12
@@ -67,7 +66,7 @@ def add_adapters(module: nn.Module, lora: Lora, base: str | Path) -> None:
 
     Args:
         module: a causal model or a `ScoreModel`, not yet in an engine.
-        base: where its weights came from; the saved adapter names it.
+        base: the folder or name its weights came from; the saved adapter names it.
 
     Raises:
         ValueError: the pattern is in the name of no linear layer; the line shows what could match.
@@ -83,7 +82,7 @@ def add_adapters(module: nn.Module, lora: Lora, base: str | Path) -> None:
         target_modules=layers,
         fan_in_fan_out=conv,
         task_type="SEQ_CLS" if head else "CAUSAL_LM",
-        base_model_name_or_path=resolve(base),
+        base_model_name_or_path=str(base),
     )
     inject_adapter_in_model(config, model)
     if head:

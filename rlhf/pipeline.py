@@ -68,6 +68,7 @@ def parser() -> Parser:
     add("--data-path", nargs="+", default=[source], metavar="SOURCE", help="files, folders or hub names")
     add("--output-dir", default="./output", help="folder of all results")
     add("--seed", type=int, default=1234, help="seed of all three stages")
+    add("--dry_run", action="store_true", help="print each stage's plan: flags, batches, steps, memory; and stop")
     add = result.add_argument_group("how").add_argument
     zero = {"choices": ("", "0", "1", "2", "3"), "default": ""}
     add("--actor-zero-stage", **zero, help="of SFT and PPO's actor; 3 with several processes, else 0")
@@ -100,6 +101,8 @@ def main(argv: Sequence[str]) -> None:
         args.nproc = 1
     nproc, nodes = launch_plan(args)
     steps = plan(args, nproc * nodes.count)
+    if args.dry_run:
+        return dry_run(steps, nproc * nodes.count)
     run(steps, Path(args.output_dir), nproc, nodes)
 
 
@@ -164,6 +167,19 @@ def run(steps: Sequence[Step], output: Path, nproc: int, nodes: Nodes) -> None:
             report.write_summary(output, seconds)
     if main_node:
         report.write(output, seconds, console)
+
+
+def dry_run(steps: Sequence[Step], ranks: int) -> None:
+    """Print every step's plan; what an earlier step will have made is planned as the model it starts from."""
+    from rlhf.dry_run import dry_run as print_plan  # builds models, and takes seconds to import
+
+    stand_ins: dict[str, str] = {}
+    for step in steps:
+        print(f"--- {step.title}", flush=True)
+        print_plan(step.stage, step.args, ranks, stand_ins)
+        start = getattr(step.args, "model_name_or_path", None)
+        if start is not None:
+            stand_ins[str(step.folder)] = stand_ins.get(start, start)
 
 
 def _verdict(step: Step, output: Path, ran: set[Path]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 # Where a result is written and how it is shown does not change what it is.
 NOT_COMPARED = {"output_dir", "resume", "config", "enable_tensorboard", "tensorboard_path", "print_loss"}
 NOT_COMPARED |= {"print_answers", "print_answers_interval", "data_output_path", "save_interval", "local_rank"}
+NOT_COMPARED |= {"dry_run"}
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:

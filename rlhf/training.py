@@ -16,6 +16,7 @@ from engine.optimizers import parameter_groups
 from rlhf.arguments import resolve_dtype
 from rlhf.deepspeed_config import lay_over
 from rlhf.lora import Lora, add_adapters
+from rlhf.model_files import resolve
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ def training_engine(
     """The engine that trains `module`, which came from `path`: under adapters where asked, with a rate of their own."""
     groups = None
     if lora is not None:
-        add_adapters(module, lora, path)
+        add_adapters(module, lora, resolve(path))
         groups = parameter_groups(module, config["optimizer"]["params"]["weight_decay"], lora.learning_rate)
     if gradient_checkpointing:
         module.activation_checkpointing_enable()

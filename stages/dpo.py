@@ -22,6 +22,7 @@ from transformers import set_seed
 import engine
 from data import collate_answers
 from rlhf.arguments import dpo_parser, parse
+from rlhf.dry_run import dry_run
 from rlhf.end_token import use_eot_token
 from rlhf.experience import answer_logprobs
 from rlhf.feed import open_feed
@@ -50,6 +51,8 @@ from rlhf.training import (
 @stage_main("dpo")
 def main(argv: list[str] | None = None) -> None:
     args = parse(dpo_parser(), argv)
+    if args.dry_run:
+        return dry_run("dpo", args)
     engine.init_distributed()
     set_seed(args.seed)
     refuse_to_bury(args)

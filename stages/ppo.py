@@ -17,6 +17,7 @@ from transformers import set_seed
 import engine
 from rlhf.advantage import gae, shape_rewards, whiten
 from rlhf.arguments import parse, ppo_parser
+from rlhf.dry_run import dry_run
 from rlhf.end_token import use_eot_token
 from rlhf.evaluation import Evaluator, show
 from rlhf.experience import Experience
@@ -42,6 +43,8 @@ EMA_BETA = 0.992
 @stage_main("ppo")
 def main(argv: list[str] | None = None) -> None:
     args = parse(ppo_parser(), argv)
+    if args.dry_run:
+        return dry_run("ppo", args)
     engine.init_distributed()
     set_seed(args.seed)
     refuse_to_bury(args)

@@ -18,6 +18,7 @@ from transformers import set_seed
 import engine
 from data import collate_answers
 from rlhf.arguments import parse, reward_parser
+from rlhf.dry_run import dry_run
 from rlhf.end_token import fit_end_token, use_eot_token
 from rlhf.feed import open_feed
 from rlhf.launch import stage_main
@@ -45,6 +46,8 @@ from rlhf.training import (
 @stage_main("reward")
 def main(argv: list[str] | None = None) -> None:
     args = parse(reward_parser(), argv)
+    if args.dry_run:
+        return dry_run("reward", args)
     engine.init_distributed()
     set_seed(args.seed)
     refuse_to_bury(args)

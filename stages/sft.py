@@ -17,6 +17,7 @@ from data import load_rows
 from engine.distributed import all_reduce_sums
 from rlhf import recipes
 from rlhf.arguments import parse, sft_parser
+from rlhf.dry_run import dry_run
 from rlhf.end_token import fit_end_token, use_eot_token
 from rlhf.experience import positions
 from rlhf.feed import open_feed
@@ -45,6 +46,8 @@ from rlhf.training import (
 @stage_main("sft")
 def main(argv: list[str] | None = None) -> None:
     args = parse(sft_parser(), argv)
+    if args.dry_run:
+        return dry_run("sft", args)
     engine.init_distributed()
     set_seed(args.seed)
     refuse_to_bury(args)

@@ -11,6 +11,7 @@ from rlhf import chat, cli, pipeline
 from rlhf.arguments import STAGE_PARSERS, parse
 from rlhf.eval_flags import prompt_eval_parser, reward_eval_parser
 from rlhf.launch import Interrupted, StageFailed
+from rlhf.launch_flags import take_launch_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,5 +117,7 @@ def test_the_readmes_commands_parse():
     for command, *flags in commands:
         if command == "eval":
             parse({"reward": reward_eval_parser, "prompts": prompt_eval_parser}[flags[0]](), flags[1:])
+        if command in STAGE_PARSERS:
+            *_, flags = take_launch_flags(flags)
         if command in parsers:
             parse(parsers[command](), flags)

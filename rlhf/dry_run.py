@@ -1,0 +1,175 @@
+"""`--dry_run`: what a stage would do, without doing it: the flags that are not their defaults, the batches, the steps,
+and the memory of a rank by model and kind. Needs no weights and no accelerator, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+
+from data import open_source
+from data.sources import JSONFILE, dealt_sources
+from data.splits import hold_out, split_bounds
+from engine.config import EngineConfig
+from engine.memory import estimate_memory
+from engine.precision import compute_dtype
+from rlhf.arguments import STAGE_PARSERS
+from rlhf.dry_run_models import Planned, planned_models
+
+GIB = 1024**3
+PART = {"sft": 0, "reward": 1, "dpo": 1, "ppo": 2}  # of --data_split
+KINDS = ("parameters", "masters", "gradients", "moments", "working")
+
+
+def dry_run(
+    stage: str, args: Namespace, ranks: int | None = None, stand_ins: Mapping[str, str] | None = None
+) -> None:
+    """Print the plan of a run on `ranks` processes (default: as many as torchrun started); rank 0 prints.
+
+    Args:
+        stand_ins: models by the names of folders that are not there yet, because an earlier stage makes them.
+
+    Raises:
+        FileNotFoundError, ValueError: what the run itself would stop at: a model or data that is not there, flags or
+            a config that contradict each other. One line.
+    """
+    ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(plan(stage, args, ranks, stand_ins or {})), flush=True)
+
+
+def plan(stage: str, args: Namespace, ranks: int, stand_ins: Mapping[str, str]) -> list[str]:
+    """The lines that `dry_run` prints."""
+    models = planned_models(stage, args, stand_ins)
+    processes = "process" if ranks == 1 else "processes"
+    lines = [f"dry run of {stage} on {ranks} {processes}: nothing is trained or written", "", "flags:"]
+    lines += [f"  {name}  {value}" for name, value in _given(stage, args)]
+    lines += ["", "batches:", *_indent(_batches(stage, args, ranks))]
+    lines += ["", "steps:", *_indent(_steps(stage, args, ranks))]
+    lines += ["", "memory of a process, GiB, before activations:", *_indent(_memory(models, ranks))]
+    if stage == "ppo":
+        lines += _indent(_generation(models[0], args, ranks))
+    return lines
+
+
+def _given(stage: str, args: Namespace) -> list[tuple[str, object]]:
+    """(flag, value) of all that is not its default."""
+    defaults = {action.dest: action.default for action in STAGE_PARSERS[stage]()._actions}
+    skipped = {"dry_run", "config"}
+    values = ((name, value) for name, value in vars(args).items() if name in defaults and name not in skipped)
+    return [
+        (f"--{name}", " ".join(map(str, value)) if isinstance(value, list) else value)
+        for name, value in values
+        if value != defaults[name]
+    ]
+
+
+def _batches(stage: str, args: Namespace, ranks: int) -> list[str]:
+    accumulation = args.gradient_accumulation_steps
+    if stage != "ppo":
+        micro = args.per_device_train_batch_size
+        rows = micro * accumulation * ranks
+        return [f"{micro} rows x {accumulation} micro-batches x {ranks} processes = {rows} rows an update"]
+    prompts, batches = args.per_device_generation_batch_size, args.generation_batches
+    answers, micro = prompts * batches, args.per_device_training_batch_size
+    each, update = -(-answers // micro), micro * accumulation * ranks
+    return [
+        f"{prompts} prompts x {batches} generation batches x {ranks} processes = {answers * ranks} an iteration",
+        f"{micro} answers x {accumulation} micro-batches x {ranks} processes = {update} answers an update",
+        f"{each} micro-batches x {args.ppo_epochs} epochs / {accumulation} = "
+        f"{each * args.ppo_epochs / accumulation:g} updates an iteration",
+    ]
+
+
+def _steps(stage: str, args: Namespace, ranks: int) -> list[str]:
+    rows, lines = _rows(stage, args)
+    if rows is None:
+        limit = f"at most --max_steps {args.max_steps}" if args.max_steps else "known when the data is read"
+        return [*lines, f"optimizer steps: {limit}"]
+    if stage == "ppo":
+        answers = args.per_device_generation_batch_size * args.generation_batches
+        micro = args.ppo_epochs * -(-answers // args.per_device_training_batch_size)
+        batches = rows // (answers * ranks) * micro
+    else:
+        batches = rows // (args.per_device_train_batch_size * ranks)
+    steps = args.num_train_epochs * batches // args.gradient_accumulation_steps
+    if steps == 0:
+        return [*lines, f"optimizer steps: none, {rows} rows are too few for one update"]
+    steps = min(steps, args.max_steps) if args.max_steps else steps
+    return [*lines, f"about {rows} rows x {args.num_train_epochs} epochs make {steps} optimizer steps"]
+
+
+def _rows(stage: str, args: Namespace) -> tuple[int | None, list[str]]:
+    """Training rows before any is dropped, and a line for each source; None when one is not on this machine."""
+    only = getattr(args, "sft_only_data_path", ())
+    total: int | None = 0
+    lines = []
+    for source, ratios in dealt_sources("sft" if stage == "sft" else "reward", args.data_path, args.data_split, only,
+                                        args.data_format):  # fmt: skip
+        if not _is_here(source.name):
+            lines.append(f"{source.name}: on the hub, not looked at")
+            total = None
+            continue
+        opened = open_source(source)
+        count = opened.train.count()
+        bounds = split_bounds(count, ratios)
+        part = range(bounds[PART[stage]], bounds[PART[stage] + 1])
+        train = part if opened.eval is not None else hold_out(part, args.eval_fraction)[0]
+        used = int(len(train) * source.weight + 0.5)
+        lines.append(f"{source.name}: {count} rows, {used} of them to train on in this stage")
+        total = None if total is None else total + used
+    return total, lines
+
+
+def _is_here(name: str) -> bool:
+    """A hub name is not: to ask the network is not a dry run's business. What looks like a path must be there."""
+    if name in ("sample", JSONFILE) or Path(name).expanduser().exists():
+        return True
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or bool(Path(name).suffix)
+
+
+def _memory(models: list[Planned], ranks: int) -> list[str]:
+    head = ["model", "size", "trains", "ZeRO", "type", "weights", *KINDS[1:], "in all", "of it on the host"]
+    table, device = [head], 0
+    for model in models:
+        config = EngineConfig.load(model.config, ranks)
+        estimate = estimate_memory(model.module, config, ranks)
+        device += estimate.device
+        stage, kind = str(config.zero_optimization.stage), str(compute_dtype(config)).removeprefix("torch.")
+        sizes = [getattr(estimate, name) for name in KINDS] + [estimate.total, estimate.host]
+        trained = _count(model.trained) if model.trained else "no"
+        table.append([model.name, _count(model.numel), trained, stage, kind, *map(_gib, sizes)])
+    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+    return [*lines, f"all models on the device: {_gib(device)} GiB"]
+
+
+def _generation(actor: Planned, args: Namespace, ranks: int) -> list[str]:
+    """What generation needs on top while it runs: the weights laid out for it, and keys and values of all answers."""
+    config = EngineConfig.load(actor.config, ranks)
+    width, shape, tp = compute_dtype(config).itemsize, actor.shape, args.inference_tp_size
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    tokens = args.per_device_generation_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
+    cache = 2 * shape.num_hidden_layers * heads * size * tokens * width
+    return [
+        f"generation over {tp} process{'es' if tp > 1 else ''}: weights {_gib(actor.numel * width // tp)} GiB, "
+        f"keys and values at most {_gib(cache)} GiB"
+    ]
+
+
+def _count(number: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"
+
+
+def _indent(lines: list[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
