@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> None:
     nproc, nodes = launch_plan(args)
     steps = plan(args, nproc * nodes.count)
     if args.dry_run:
-        return dry_run(steps, nproc * nodes.count)
+        return dry_run(args, steps, nproc * nodes.count)
     run(steps, Path(args.output_dir), nproc, nodes)
 
 
@@ -128,7 +128,7 @@ def plan(args: Namespace, world_size: int) -> list[Step]:
             "critic_zero_stage": reward_zero,
         },
     }
-    numbers = pipeline_recipes.recipe(actor, args.data_path)
+    numbers = pipeline_recipes.recipe(actor, args.data_path, world_size)
     steps = []
     for number in sorted(set(args.step)):
         stage = STAGES[number - 1]
@@ -169,17 +169,15 @@ def run(steps: Sequence[Step], output: Path, nproc: int, nodes: Nodes) -> None:
         report.write(output, seconds, console)
 
 
-def dry_run(steps: Sequence[Step], ranks: int) -> None:
+def dry_run(args: Namespace, steps: Sequence[Step], ranks: int) -> None:
     """Print every step's plan; what an earlier step will have made is planned as the model it starts from."""
     from rlhf.dry_run import dry_run as print_plan  # builds models, and takes seconds to import
 
-    stand_ins: dict[str, str] = {}
+    output, actor = Path(args.output_dir), model_name(args.actor_model)
+    reward = model_name(args.reward_model) if args.reward_model else actor
     for step in steps:
         print(f"--- {step.title}", flush=True)
-        print_plan(step.stage, step.args, ranks, stand_ins)
-        start = getattr(step.args, "model_name_or_path", None)
-        if start is not None:
-            stand_ins[str(step.folder)] = stand_ins.get(start, start)
+        print_plan(step.stage, step.args, ranks, {str(output / "sft"): actor, str(output / "reward"): reward})
 
 
 def _verdict(step: Step, output: Path, ran: set[Path]) -> str:

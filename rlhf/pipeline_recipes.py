@@ -81,15 +81,28 @@ PRETRAINED: dict[str, Flags] = {
     },
 }
 
+# On top of it, as DeepSpeed-Chat's scripts for its larger OPT actors have it: adapters alone train.
+LARGE_ACTORS = {"6.7b": 1, "13b": 2, "30b": 1, "66b": 8}  # processes that share one generating model
+LARGE: dict[str, Flags] = {
+    "sft": {"lora_dim": 128, "only_optimize_lora": True, "gradient_checkpointing": True},
+    "reward": {},
+    "ppo": {"actor_lora_dim": 128, "only_optimize_lora": True, "actor_gradient_checkpointing": True},
+}
+
 SAMPLE_MODEL = "recipe:llama-1m"
 SAMPLE_DATA = "sample"
 SAMPLE_JUDGE = "data.sample.gold:score"  # tells right answers from wrong ones, on the bundled prompts alone
 
 
-def recipe(actor_model: str, data_path: list[str]) -> dict[str, Flags]:
-    """The recipe of an actor on its data: ``{stage: {flag: value}}``."""
+def recipe(actor_model: str, data_path: list[str], world_size: int) -> dict[str, Flags]:
+    """The recipe of an actor on its data, on `world_size` processes: ``{stage: {flag: value}}``."""
     chosen = SAMPLE if actor_model.startswith("recipe:") else PRETRAINED
     flags = {stage: dict(values) for stage, values in chosen.items()}
+    sharing = LARGE_ACTORS.get(actor_model.removeprefix("facebook/opt-"))
+    if sharing is not None:
+        for stage, values in LARGE.items():
+            flags[stage] |= values
+        flags["ppo"]["inference_tp_size"] = sharing if world_size % sharing == 0 else 1
     if data_path == [SAMPLE_DATA]:
         flags["ppo"]["gold_fn"] = SAMPLE_JUDGE
     return flags

@@ -160,3 +160,6 @@ def test_the_pipelines_stages_start_from_what_is_not_there_yet(tmp_path, capsys)
     assert [title in told for title in ("Step 1 (SFT)", "Step 2 (reward model)", "Step 3 (PPO)")] == [True] * 3
     assert table_row(told, "actor")[1] == table_row(told, "reference")[1] == "331 M"
     assert table_row(told, "critic")[1] == "125 M" and not output.exists()
+    pipeline.main([*words, "--output-dir", str(output), "--step", "3"])
+    told = capsys.readouterr().out
+    assert table_row(told, "actor")[1] == "331 M" and "Step 1" not in told

@@ -214,3 +214,22 @@ def test_a_broken_run_file_says_what_to_remove(tmp_path):
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(ValueError, match="run.json is not JSON .*: remove it"):
         read_run(tmp_path)
+
+
+def test_large_opt_actors_train_adapters_and_share_their_generating_model():
+    for size, world, sharing in (("13b", 8, 2), ("66b", 64, 8), ("66b", 4, 1), ("6.7b", 1, 1)):
+        args = plan("--actor-model", size, "--reward-model", "350m", world_size=world)
+        assert args["sft"].model_name_or_path == f"facebook/opt-{size}" and args["sft"].lora_dim == 128
+        assert args["ppo"].actor_lora_dim == 128 and args["ppo"].only_optimize_lora
+        assert args["ppo"].inference_tp_size == sharing and args["ppo"].critic_lora_dim == 0
+        assert args["reward"].model_name_or_path == "facebook/opt-350m" and args["reward"].lora_dim == 0
+    assert plan("--actor-model", "facebook/opt-13b", world_size=8)["ppo"].inference_tp_size == 2
+    assert plan("--actor-model", "1.3b", world_size=8)["sft"].lora_dim == 0
+
+
+def test_the_launchers_zero_stages_reach_the_stages():
+    args = plan("--actor-zero-stage", "2", "--reward-zero-stage", "1", "--step", "3", "1", world_size=2)
+    assert args["sft"].zero_stage == args["ppo"].actor_zero_stage == 2 and args["ppo"].critic_zero_stage == 1
+    assert set(args) == {"sft", "ppo"}
+    args = plan("--actor-zero-stage", "", world_size=2)
+    assert args["sft"].zero_stage == args["reward"].zero_stage == 3
