@@ -59,6 +59,9 @@ class Engine:
         self.weights_version = 0
         self._grad_norm = 0.0
         self._was_applied = False
+        self._boundary: bool | None = None  # None: micro-batches are counted
+        self._is_waiting = False  # whether a micro-batch waits for its update, where the caller sets boundaries
+        self._reduced: tuple[float, float, float] | None = None
         self.ema: dict[str, torch.Tensor] = {}
         self._ema_beta = 0.0
 
@@ -119,51 +122,84 @@ class Engine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True while the current micro-batch is the last before an optimizer step."""
+        if self._boundary is not None:
+            return self._boundary
         return (self.micro_steps + 1) % self.accumulation.window == 0
 
     def is_gradient_accumulation_start(self) -> bool:
         """True between optimizer steps: no micro-batch is waiting for its update."""
+        if self._boundary is not None:
+            return not self._is_waiting
         return self.micro_steps % self.accumulation.window == 0
 
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the next micro-batch closes an optimizer step; micro-batches are no longer counted.
+
+        For updates of a varying number of micro-batches. All ranks say the same, before each `backward`; `micro_steps`
+        then counts a closed step as one window.
+        """
+        self._boundary = is_boundary
+
     @collective
-    def step(self) -> None:
+    def has_overflow(self) -> bool:
+        """Whether the gradient of the step about to be taken is not finite on some rank, so that `step` will skip it.
+
+        To be asked between the last `backward` and its `step`, on all ranks.
+        """
+        return not math.isfinite(self._reduce()[0])
+
+    @collective
+    def step(self, skip: bool = False) -> None:
         """At the accumulation boundary: reduce, clip, update, tick the schedule, clear the gradients.
 
         A non-finite gradient on any rank skips the update on all of them: parameters, moments and
-        schedule stay, and `skipped_steps` counts it.
+        schedule stay, and `skipped_steps` counts it. With `skip` (the same on all ranks) a finite one is dropped
+        too; the loss scale does not change then.
         """
         if self.optimizer is None:
             raise ValueError("step on a forward-only engine: give the config an optimizer")
         boundary = self.is_gradient_accumulation_boundary()
-        self.micro_steps += 1
+        self._is_waiting = not boundary
+        if self._boundary is None:
+            self.micro_steps += 1
+        elif boundary:
+            self.micro_steps += self.accumulation.window
         if not boundary:
             return
-        with self.monitor.clock("reduce"):
-            self.parameters.reduce_gradients()
+        self._reduce()
         rate, scale = self.get_lr()[0], self.scaler.scale
         with self.monitor.clock("step"):
-            loss = self._update()
+            loss = self._update(skip)
             self.parameters.zero_grad()
         self.monitor.after_step(self.global_steps, self.global_samples, loss, rate, self._grad_norm, scale)
 
-    def _update(self) -> float:
+    def _reduce(self) -> tuple[float, float, float]:
+        """Sum the gradients over ranks, once a step; what `Accumulation.finish` says of them."""
+        if self._reduced is None:
+            with self.monitor.clock("reduce"):
+                self.parameters.reduce_gradients()
+            gradients = self.parameters.gradients()
+            self._reduced = self.accumulation.finish(_square_sum(gradients), self.parameters.gradients_are_partial)
+        return self._reduced
+
+    def _update(self, skip: bool) -> float:
         """One optimizer step with the reduced gradients; returns the global batch's mean loss, if it is tracked."""
         gradients = self.parameters.gradients()
         # Gradients are those of (loss * factor * scale); bring them to the gradient of the global mean and clip,
         # in one multiplication.
-        square_sum, multiplier, loss = self.accumulation.finish(
-            _square_sum(gradients), self.parameters.gradients_are_partial
-        )
+        square_sum, multiplier, loss = self._reduced
+        self._reduced = None
         multiplier *= self.parameters.gradient_scale / self.scaler.scale
         finite = math.isfinite(square_sum)
         self._grad_norm = math.sqrt(square_sum) * multiplier if finite else math.inf
-        self._was_applied = finite
+        self._was_applied = finite and not skip
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
-        self.scaler.update(not finite)
-        if not finite:
+        if not (finite and skip):
+            self.scaler.update(not finite)
+        if not self._was_applied:
             self.skipped_steps += 1
-            logger.info("step %d skipped: a gradient is not finite", self.global_steps)
+            logger.info("step %d skipped: %s", self.global_steps, "as asked" if finite else "a gradient is not finite")
             return loss
         clip = self.config.gradient_clipping
         if clip and self._grad_norm > clip:

@@ -11,7 +11,8 @@ import torch
 from engine.distributed import all_reduce_sums
 from rlhf.kl import kl_estimate
 
-VARIANCE_FLOOR = 1e-8  # keeps a batch of equal advantages, or of one token, finite
+VARIANCE_FLOOR = 1e-8  # keeps a batch of nearly equal advantages finite
+ROUNDING = 1e-7  # relative spread below which fp32 numbers are all the same
 
 
 def shape_rewards(
@@ -41,6 +42,35 @@ def shape_rewards(
     if clip_reward_value is not None:
         scores = scores.clamp(-clip_reward_value, clip_reward_value)
     return rewards + torch.where(last_token(mask), scores.unsqueeze(1), 0.0)
+
+
+def shape_scores(
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    finished: torch.Tensor,
+    *,
+    clip: float | None,
+    missing_eos_penalty: float = 0.0,
+    max_length: int = 0,
+    overlong_buffer: int = 0,
+    overlong_penalty: float = 0.0,
+) -> torch.Tensor:
+    """Scores clipped to +-`clip`, less what an answer pays for being cut off and for being overlong, `[B]`.
+
+    Overlong (DAPO, Yu et al. 2025): within the last `overlong_buffer` tokens before `max_length` the penalty grows in
+    proportion from 0 to `overlong_penalty`. Penalties come after the clip, so that they always count.
+
+    Args:
+        lengths: `[B]` tokens of each answer. finished: `[B]` bool, ended by an end token.
+    """
+    shaped = scores.detach().float()
+    if clip is not None:
+        shaped = shaped.clamp(-clip, clip)
+    shaped = shaped - missing_eos_penalty * (~finished)
+    if overlong_buffer:
+        over = (lengths - (max_length - overlong_buffer)).clamp(min=0) / overlong_buffer
+        shaped = shaped - overlong_penalty * over
+    return shaped
 
 
 def last_token(mask: torch.Tensor) -> torch.Tensor:
@@ -82,6 +112,8 @@ def whiten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     0 where masked. One single token, or all tokens alike, give 0.
     """
     mean, variance, _ = global_moments(x, mask)
+    if variance <= (ROUNDING * mean) ** 2:
+        return torch.zeros_like(x, dtype=torch.float32)  # all alike: what is left is rounding
     whitened = (x.double() - mean) / (variance + VARIANCE_FLOOR) ** 0.5
     return torch.where(mask, whitened, 0.0).float()
 

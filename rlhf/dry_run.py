@@ -17,6 +17,7 @@ from engine.memory import estimate_memory
 from engine.precision import compute_dtype
 from rlhf.arguments import STAGE_PARSERS
 from rlhf.dry_run_models import Planned, planned_models
+from rlhf.ppo_options import answers_per_iteration, resolve_options
 
 GIB = 1024**3
 PART = {"sft": 0, "reward": 1, "dpo": 1, "ppo": 2}  # of --data_split
@@ -42,6 +43,8 @@ def dry_run(
 
 def plan(stage: str, args: Namespace, ranks: int, stand_ins: Mapping[str, str]) -> list[str]:
     """The lines that `dry_run` prints."""
+    if stage == "ppo":
+        resolve_options(args)
     models = planned_models(stage, args, stand_ins)
     processes = "process" if ranks == 1 else "processes"
     lines = [f"dry run of {stage} on {ranks} {processes}: nothing is trained or written", "", "flags:"]
@@ -73,10 +76,12 @@ def _batches(stage: str, args: Namespace, ranks: int) -> list[str]:
         rows = micro * accumulation * ranks
         return [f"{micro} rows x {accumulation} micro-batches x {ranks} processes = {rows} rows an update"]
     prompts, batches = args.per_device_generation_batch_size, args.generation_batches
-    answers, micro = prompts * batches, args.per_device_training_batch_size
+    samples, answers = args.num_samples_per_prompt, answers_per_iteration(args)
+    micro = args.per_device_training_batch_size
     each, update = -(-answers // micro), micro * accumulation * ranks
     return [
-        f"{prompts} prompts x {batches} generation batches x {ranks} processes = {answers * ranks} an iteration",
+        f"{prompts} prompts x {samples} answers x {batches} generation batches x {ranks} processes = "
+        f"{answers * ranks} answers an iteration",
         f"{micro} answers x {accumulation} micro-batches x {ranks} processes = {update} answers an update",
         f"{each} micro-batches x {args.ppo_epochs} epochs / {accumulation} = "
         f"{each * args.ppo_epochs / accumulation:g} updates an iteration",
@@ -89,9 +94,9 @@ def _steps(stage: str, args: Namespace, ranks: int) -> list[str]:
         limit = f"at most --max_steps {args.max_steps}" if args.max_steps else "known when the data is read"
         return [*lines, f"optimizer steps: {limit}"]
     if stage == "ppo":
-        answers = args.per_device_generation_batch_size * args.generation_batches
+        answers, prompts = answers_per_iteration(args), args.per_device_generation_batch_size * args.generation_batches
         micro = args.ppo_epochs * -(-answers // args.per_device_training_batch_size)
-        batches = rows // (answers * ranks) * micro
+        batches = rows // (prompts * ranks) * micro
     else:
         batches = rows // (args.per_device_train_batch_size * ranks)
     steps = args.num_train_epochs * batches // args.gradient_accumulation_steps
@@ -152,7 +157,8 @@ def _generation(actor: Planned, args: Namespace, ranks: int) -> list[str]:
     width, shape, tp = compute_dtype(config).itemsize, actor.shape, args.inference_tp_size
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     size = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    tokens = args.per_device_generation_batch_size * (args.max_prompt_seq_len + args.max_answer_seq_len)
+    answers = args.per_device_generation_batch_size * args.num_samples_per_prompt
+    tokens = answers * (args.max_prompt_seq_len + args.max_answer_seq_len)
     cache = 2 * shape.num_hidden_layers * heads * size * tokens * width
     return [
         f"generation over {tp} process{'es' if tp > 1 else ''}: weights {_gib(actor.numel * width // tp)} GiB, "

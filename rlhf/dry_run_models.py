@@ -13,8 +13,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from rlhf.architectures import architecture
+from rlhf.choices import CRITIC_FREE
 from rlhf.lora import Lora, actor_lora, add_adapters, critic_lora, lora_of
 from rlhf.models import ScoreModel
+from rlhf.ppo_options import uses_reward_model
 from rlhf.training import inference_config, train_config
 
 
@@ -69,8 +71,11 @@ def _ppo(args: Namespace, stand_ins: Mapping[str, str]) -> list[Planned]:
     micro_batch = args.per_device_training_batch_size
     rates = {"learning_rate": 0.0, "weight_decay": 0.0, "total_steps": 1}
     actor, critic = (
-        train_config(args, zero_stage=stage, micro_batch=micro_batch, **rates)
-        for stage in (args.actor_zero_stage, args.critic_zero_stage)
+        train_config(args, zero_stage=stage, micro_batch=micro_batch, offload=args.offload or offload, **rates)
+        for stage, offload in (
+            (args.actor_zero_stage, args.actor_offload),
+            (args.critic_zero_stage, args.critic_offload),
+        )
     )
     actor["hybrid_engine"] = {"enabled": True, "inference_tp_size": args.inference_tp_size}
     reference, reward = (
@@ -81,13 +86,15 @@ def _ppo(args: Namespace, stand_ins: Mapping[str, str]) -> list[Planned]:
         )
     )
     actor_path = _known(args.actor_model_name_or_path, stand_ins)
-    critic_path = _known(args.critic_model_name_or_path, stand_ins)
-    reward_path = _known(args.reward_model_name_or_path or args.critic_model_name_or_path, stand_ins)
     models = [_planned("actor", actor_path, actor, lora=actor_lora(args))]
     if not (args.actor_lora_dim and args.only_optimize_lora):
         models.append(_planned("reference", actor_path, reference))
-    models.append(_planned("critic", critic_path, critic, score=True, lora=critic_lora(args)))
-    models.append(_planned("reward model", reward_path, reward, score=True))
+    if args.advantage_estimator not in CRITIC_FREE:
+        critic_path = _known(args.critic_model_name_or_path, stand_ins)
+        models.append(_planned("critic", critic_path, critic, score=True, lora=critic_lora(args)))
+    if uses_reward_model(args):
+        reward_path = _known(args.reward_model_name_or_path, stand_ins)
+        models.append(_planned("reward model", reward_path, reward, score=True))
     return models
 
 

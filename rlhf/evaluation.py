@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from data.chat import decode_response
 from engine import distributed
+from rlhf.micro_batches import Cut
 from rlhf.rollout import Models, Rollout, generate, judge
 
 GoldFunction = Callable[[str, str], float]
@@ -23,14 +25,14 @@ GoldFunction = Callable[[str, str], float]
 class Evaluator:
     """Evaluates the actor on `items` (held-out prompts) and keeps a few answers before and after.
 
-    `samples` is the JSON-lines file of those answers: prompt, before, after, gold_before, gold_after.
+    `samples.jsonl` in the output folder holds those answers: prompt, before, after, gold_before, gold_after.
     """
 
-    def __init__(self, items, tokenizer, args, sampling: dict, gold: GoldFunction | None, samples: Path):
+    def __init__(self, items, tokenizer, args, sampling: dict, gold: GoldFunction | None, cut: Cut):
         limit = args.num_eval_prompts or len(items)
         self._items = [items[i] for i in range(min(limit, len(items)))]
         self._tokenizer, self._args, self._sampling, self._gold = tokenizer, args, sampling, gold
-        self._samples = samples
+        self._cut, self._samples = cut, Path(args.output_dir) / "samples.jsonl"
 
     def run(self, models: Models, label: str | None = None) -> dict[str, float]:
         """Means over the held-out prompts of all ranks; with a `label`, "before" or "after", records answers too."""
@@ -50,8 +52,7 @@ class Evaluator:
             seeds=[self._args.seed + 7_919 * (i + 1) for i in numbers],
             **self._sampling,
         )
-        micro_batch = self._args.per_device_training_batch_size
-        experience = judge(rollout, models, micro_batch=micro_batch, temperature=self._args.temperature)
+        experience = judge(rollout, replace(models, critic=None), cut=self._cut, temperature=self._args.temperature)
         kl = ((experience.logprobs - experience.ref_logprobs) * experience.response_mask).sum(1)
         columns = {
             "score_mean": experience.scores,

@@ -7,7 +7,6 @@ Masks say what is real; token ids never do, since a padding token may be the end
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -104,14 +103,22 @@ def _response_logits(model, input_ids, attention_mask, response_length):
     return logits, tokens, mask
 
 
+PER_ANSWER = ("scores", "greedy_scores")
+OF_CRITIC = ("critic_ids", "critic_mask")
+
+
 @dataclass
 class Experience:
     """Sampled responses, what the models said about them, and what follows from that.
 
     Group by group: the text (input_ids, attention_mask `[B, P + T]`, response_mask `[B, T]`); the models'
     words (logprobs of the training engine before any update, ref_logprobs, gen_logprobs of the sampler,
-    values, entropy `[B, T]`, scores `[B]` as the reward model gave them); and what is computed from these
-    (rewards, raw_advantages before whitening, advantages, returns `[B, T]`). None: not known (yet).
+    values, entropy `[B, T]`, scores `[B]` as the reward sources gave them, greedy_scores `[B]` of the greedy
+    answer to the same prompt); and what is computed from these (rewards, raw_advantages before whitening,
+    advantages, returns, loss_mask of the tokens that train `[B, T]`). None: not known (yet), or not needed.
+
+    A critic with a tokenizer of its own reads critic_ids, critic_mask `[B, C]`, padded on the right, and its value of
+    the state before response token t stands at position critic_places[:, t] of them.
     """
 
     input_ids: torch.Tensor
@@ -123,14 +130,20 @@ class Experience:
     values: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     scores: torch.Tensor | None = None
+    greedy_scores: torch.Tensor | None = None
     rewards: torch.Tensor | None = None
     raw_advantages: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    loss_mask: torch.Tensor | None = None
+    critic_ids: torch.Tensor | None = None
+    critic_mask: torch.Tensor | None = None
+    critic_places: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         whole, response, rows = self.input_ids.shape, self.response_mask.shape, self.input_ids.shape[:1]
-        expected = {"input_ids": whole, "attention_mask": whole, "scores": rows}
+        expected = {"input_ids": whole, "attention_mask": whole} | dict.fromkeys(PER_ANSWER, rows)
+        expected |= {name: tensor.shape for name, tensor in self.tensors().items() if name in OF_CRITIC}
         for name, tensor in self.tensors().items():
             if tensor.shape != expected.get(name, response) or tensor.shape[0] != rows[0]:
                 raise ValueError(
@@ -163,24 +176,6 @@ class Experience:
         """Real tokens of each row, prompt and response, `[B]`."""
         return self.attention_mask.sum(1)
 
-    def micro_batches(
-        self, size: int, generator: torch.Generator | None = None, window: int = 1
-    ) -> Iterator[Experience]:
-        """All responses once, `size` at a time (the last may be smaller), in a random order if one is given.
-
-        The rows of every `window` micro-batches, those of one update, are sorted by length before they are cut:
-        rows of like length lie together and `trimmed` leaves little padding. A token-weighted update is the same
-        whichever way its rows are cut.
-        """
-        count = len(self)
-        order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
-        lengths = self.lengths.cpu()
-        for update in order.split(size * window):
-            if window > 1:
-                update = update[lengths[update].argsort(stable=True)]
-            for rows in update.split(size):
-                yield self.select(rows.to(self.input_ids.device))
-
     def trimmed(self) -> Experience:
         """Without the columns that are padding in every row: left of the prompts, right of the responses.
 
@@ -195,6 +190,8 @@ class Experience:
         for name, tensor in self.tensors().items():
             if name in ("input_ids", "attention_mask"):
                 cut[name] = tensor[:, start : prompt_length + kept]
-            elif name != "scores":
+            elif name in OF_CRITIC:
+                cut[name] = tensor[:, : max(1, int(self.critic_mask.sum(1).max()))]
+            elif name not in PER_ANSWER:
                 cut[name] = tensor[:, :kept]
         return replace(self, **cut)

@@ -167,6 +167,7 @@ positive_int = _number(int, "must be a whole number of at least 1", lambda v: v 
 non_negative_int = _number(int, "must be a whole number of at least 0", lambda v: v >= 0)
 positive_float = _number(float, "must be a number above 0", lambda v: 0 < v < float("inf"))
 non_negative_float = _number(float, "must be a number of at least 0", lambda v: 0 <= v < float("inf"))
+finite_float = _number(float, "must be a number", lambda v: abs(v) < float("inf"))
 fraction = _number(float, "must be between 0 and 1", lambda v: 0 <= v <= 1)
 eval_fraction = _number(float, "must be at least 0 and below 1", lambda v: 0 <= v < 1)
 positive_fraction = _number(float, "must be above 0 and at most 1", lambda v: 0 < v <= 1)

@@ -3,6 +3,10 @@
 With `d = log p(a) - log q(a)` for an action `a` sampled from p, three estimators of KL(p, q) in nats, none of
 which needs the whole distribution: k1 = d (unbiased, may be negative), k2 = d^2 / 2 (biased, low variance),
 k3 = exp(-d) - 1 + d (unbiased, never negative).
+
+In the reward an estimate is a number; in the loss its gradient counts. That of k2, d * grad log p, is the gradient
+of the KL itself on answers sampled from p. That of k1 has mean zero, so k1 in the loss borrows k2's; that of k3 is
+biased (GRPO uses it as it is), and k3+ is k3's value with k2's gradient.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from __future__ import annotations
 import torch
 
 MAX_LOG_DIFFERENCE = 20.0  # keeps exp finite; a token this improbable is far outside any trust region
+ROUNDING = 1e-5  # by which fp32 log-probabilities of the same weights may differ in another batch
+MAX_K3 = 10.0  # one token whose probability has collapsed must not outweigh all others
 
 
 def kl_k1(difference: torch.Tensor) -> torch.Tensor:
@@ -22,7 +28,7 @@ def kl_k2(difference: torch.Tensor) -> torch.Tensor:
 
 def kl_k3(difference: torch.Tensor) -> torch.Tensor:
     difference = difference.float().clamp(-MAX_LOG_DIFFERENCE, MAX_LOG_DIFFERENCE)
-    return torch.expm1(-difference) + difference
+    return (torch.expm1(-difference) + difference).clamp(max=MAX_K3)
 
 
 ESTIMATORS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
@@ -37,6 +43,24 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str = 
     if kind not in ESTIMATORS:
         raise ValueError(f"unknown KL estimator {kind!r}: choose one of {', '.join(ESTIMATORS)}")
     return ESTIMATORS[kind](logprobs.float() - ref_logprobs.float())
+
+
+def kl_loss_terms(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str) -> torch.Tensor:
+    """A token's KL term in the loss: the estimate as its value, with the gradient that the module's docstring names.
+
+    Args:
+        logprobs, ref_logprobs: `[B, T]`; the gradient flows through `logprobs` alone.
+        kind: one of `rlhf.choices.LOSS_ESTIMATORS`.
+    """
+    ref_logprobs = ref_logprobs.detach()
+    # of equal weights: only rounding tells them apart, and Adam would blow its gradient up to a whole step
+    is_rounding = (logprobs.detach() - ref_logprobs).abs() < ROUNDING
+    logprobs = torch.where(is_rounding, ref_logprobs, logprobs)
+    estimate = kl_estimate(logprobs, ref_logprobs, kind.removesuffix("+"))
+    if kind not in ("k1", "k3+"):
+        return estimate
+    gradient = kl_k2(logprobs.float() - ref_logprobs.float())
+    return estimate.detach() + gradient - gradient.detach()
 
 
 class FixedKL:

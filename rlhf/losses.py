@@ -128,12 +128,37 @@ def dpo_loss(
     return losses, chosen, rejected
 
 
+def aggregate(terms: torch.Tensor, mask: torch.Tensor, how: str = "token-mean") -> torch.Tensor:
+    """One number out of a loss's terms for every token, `[B, T], [B, T] bool -> scalar` fp32.
+
+    token-mean: the mean over all tokens; seq-mean-token-mean: over answers, of an answer's mean (GRPO's paper);
+    seq-mean-token-sum: over answers, of an answer's sum (Dr. GRPO, up to a constant). Answers without any token in
+    the mask count nowhere. `units` is what the result is a mean over.
+    """
+    if how == "token-mean":
+        return masked_mean(terms, mask)
+    rows = torch.where(mask, terms.float(), 0.0).sum(1)
+    if how == "seq-mean-token-mean":
+        rows = rows / mask.sum(1).clamp(min=1)
+    return rows.sum() / mask.any(1).sum().clamp(min=1)
+
+
+def units(mask: torch.Tensor, how: str = "token-mean") -> int:
+    """How many units `aggregate` takes the mean over: what weighs a micro-batch in its update."""
+    return int(mask.sum() if how == "token-mean" else mask.any(1).sum())
+
+
 def policy_loss(
     logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,
     advantages: torch.Tensor,
     mask: torch.Tensor,
     cliprange: float,
+    *,
+    cliprange_high: float | None = None,
+    dual_clip: float | None = None,
+    weights: torch.Tensor | None = None,
+    aggregation: str = "token-mean",
 ) -> tuple[torch.Tensor, Diagnostics]:
     """PPO's clipped loss, `max(-A r, -A clip(r, 1 - c, 1 + c))` with `r = exp(logprobs - old_logprobs)`.
 
@@ -141,10 +166,14 @@ def policy_loss(
         logprobs, old_logprobs, advantages: `[B, T]`.
         mask: `[B, T]` bool, response tokens.
         cliprange: c.
+        cliprange_high: another c above 1 (clip-higher, DAPO); c on both sides without.
+        dual_clip: bounds a token's loss by `-dual_clip A` where A < 0, however large its ratio (Ye et al. 2020).
+        weights: `[B, T]` factors of the tokens' losses (importance weights); denominators do not change.
+        aggregation: see `aggregate`.
 
     Returns:
-        The mean over the masked tokens, and detached scalars: ratio_mean, ratio_max, ratio_min;
-        clip_fraction (tokens whose gradient the clip removed), clip_fraction_high, clip_fraction_low (those
+        The loss, and detached scalars, means over the masked tokens: ratio_mean, ratio_max, ratio_min;
+        clip_fraction (tokens whose gradient a clip removed), clip_fraction_high, clip_fraction_low (those
         above 1 + c and below 1 - c); approx_kl (`mean(r - 1 - log r)`, never negative) and approx_kl_k1
         (`mean(-log r)`); tokens.
     """
@@ -152,10 +181,18 @@ def policy_loss(
     log_ratio = torch.where(mask, logprobs - old_logprobs.float(), 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - cliprange, 1.0 + cliprange)
-    loss = masked_mean(torch.maximum(plain, clipped), mask)
+    high = cliprange if cliprange_high is None else cliprange_high
+    clipped = -advantages * ratio.clamp(1.0 - cliprange, 1.0 + high)
+    terms = torch.maximum(plain, clipped)
+    active = clipped > plain
+    if dual_clip is not None:
+        bound = -dual_clip * advantages
+        is_bounded = (advantages < 0) & (terms > bound)
+        terms, active = torch.where(is_bounded, bound, terms), active | is_bounded
+    if weights is not None:
+        terms = terms * torch.where(mask, weights, 0.0)
+    loss = aggregate(terms, mask, aggregation)
     with torch.no_grad():
-        active = clipped > plain
         diagnostics = {
             "ratio_mean": masked_mean(ratio, mask),
             "ratio_max": _masked_extreme(ratio, mask, largest=True),
@@ -168,6 +205,16 @@ def policy_loss(
             "tokens": mask.sum().float(),
         }
     return loss, diagnostics
+
+
+def sampler_weights(old_logprobs: torch.Tensor, gen_logprobs: torch.Tensor, cap: float) -> torch.Tensor:
+    """Truncated importance weights `min(exp(old - gen), cap)` of what the sampler drew, `[B, T]`, without gradient.
+
+    The sampler's numbers differ a little from the training engine's (another order of sums, another type); the
+    weights make the loss an estimate under the policy that trains (Yao et al. 2025).
+    """
+    difference = (old_logprobs.detach().float() - gen_logprobs.detach().float()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return difference.exp().clamp(max=cap)
 
 
 def value_loss(

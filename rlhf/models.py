@@ -22,7 +22,7 @@ from transformers import (
 
 from data.chat import encode_dialogue, stop_token_ids
 from data.markers import split_last_answer
-from rlhf.experience import positions
+from rlhf.experience import Experience, positions
 from rlhf.model_files import quiet, read, read_config, resolve
 
 PAD_TOKEN = "<|pad|>"
@@ -60,7 +60,7 @@ def load_actor(
             model's, say), which would otherwise be made up at random. One line.
     """
     config = read_config(path, dropout)
-    if any("ForSequenceClassification" in name for name in config.architectures or ()):
+    if _has_score_head(config):
         # with tied embeddings no weight would be missing, and the reward model's backbone would pass for an actor
         raise ValueError(f"{resolve(path)} is no causal language model but a reward model ({_architecture(config)})")
     model, missing = _load(AutoModelForCausalLM, path, config, dtype)
@@ -127,6 +127,15 @@ def load_score_model(
     return ScoreModel(model)
 
 
+def is_score_model(path: str | Path) -> bool:
+    """Whether a model folder or hub name says that it is a sequence-classification model."""
+    return _has_score_head(read_config(path, None))
+
+
+def _has_score_head(config) -> bool:
+    return any("ForSequenceClassification" in name for name in config.architectures or ())
+
+
 class ScoreModel(nn.Module):
     """A sequence-classification model whose head is read at every position.
 
@@ -187,6 +196,13 @@ def response_values(
 ) -> torch.Tensor:
     """The value of each state a response token was chosen in, so read one position before it. `[B, T]` fp32."""
     return values(model, input_ids, attention_mask)[:, -response_length - 1 : -1]
+
+
+def critic_values(critic: Any, batch: Experience) -> torch.Tensor:
+    """The value of the state before each response token, `[B, T]` fp32; read in the critic's own tokens if need be."""
+    if batch.critic_ids is None:
+        return response_values(critic, batch.input_ids, batch.attention_mask, batch.response_length)
+    return values(critic, batch.critic_ids, batch.critic_mask).gather(1, batch.critic_places)
 
 
 def end_scores(values: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from rlhf.flags import Parser, flags_of, spelled
 from rlhf.launch import run_stage
 from rlhf.launch_flags import Nodes, add_launch_flags, launch_plan
 from rlhf.pipeline_state import changed_arguments, has_checkpoint, is_newer, read_run, remove_checkpoints
+from rlhf.ppo_options import resolve_options
 
 STAGES = ("sft", "reward", "ppo")
 TITLES = {"sft": "SFT", "reward": "reward model", "ppo": "PPO"}
@@ -135,7 +136,10 @@ def plan(args: Namespace, world_size: int) -> list[Step]:
         flags = {**_divided(numbers[stage], world_size), **wiring[stage], "output_dir": output / stage}
         own = shlex.split(getattr(args, f"{stage}_args"))
         argv = [*_words(flags), *own]
-        steps.append(Step(number, stage, output / stage, argv, parse(STAGE_PARSERS[stage](), argv)))
+        parsed = parse(STAGE_PARSERS[stage](), argv)
+        if stage == "ppo":
+            resolve_options(parsed)  # as the stage records them in its run.json
+        steps.append(Step(number, stage, output / stage, argv, parsed))
     return steps
 
 

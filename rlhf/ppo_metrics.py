@@ -6,6 +6,7 @@ into micro-batches or ranks; no padding enters any of them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,29 @@ from rlhf.metrics import MetricAccumulator
 from rlhf.rollout import Rollout
 
 Sums = dict[str, tuple[float, float]]  # name -> (sum, count)
+
+
+@dataclass
+class UpdateFigures:
+    """What one micro-batch gave: losses (None: there is no such model or data) and diagnostics, means over tokens.
+
+    `actor_loss` is a mean over `units` (tokens or answers), the rest over `tokens`.
+    """
+
+    actor_loss: torch.Tensor
+    critic_loss: torch.Tensor | None
+    ptx_loss: torch.Tensor | None
+    figures: dict[str, torch.Tensor]
+    tokens: int
+    units: int
+
+    def sums(self) -> tuple[Sums, dict[str, float]]:
+        """(sum, count) pairs and maxima."""
+        means = {name: value for name, value in self.figures.items() if name in UPDATE_MEANS}
+        means |= {"critic_loss": self.critic_loss, "ptx_loss": self.ptx_loss}
+        sums = {k: (float(v.detach()) * self.tokens, float(self.tokens)) for k, v in means.items() if v is not None}
+        sums["actor_loss"] = (float(self.actor_loss) * self.units, float(self.units))
+        return sums, {"ratio_max": float(self.figures["ratio_max"])}
 
 
 class StepMetrics:
@@ -57,27 +81,29 @@ class StepMetrics:
     def flush(self, actor: Any, critic: Any, epoch: int, lr: float) -> dict[str, float]:
         """The step's line: means and maxima over all ranks, times of this rank. Collective.
 
-        `loss` is the sum of both losses, `grad_norm` the actor's. A step without a rollout of its own (a second
-        one on the same experience) repeats the last rollout's figures, but neither its times nor its tokens.
+        `loss` is the sum of both losses, `grad_norm` the actor's; a critic's figures are None without one. A step
+        without a rollout of its own (a second one on the same experience) repeats the last rollout's figures, but
+        neither its times nor its tokens.
         """
         line = self._means.reduce()
         tokens, generated = all_reduce_sums([self._tokens, self._generated])
         if "score_mean" in line:
             _finish_rollout(line)
-            self._rollout_line = {key: line[key] for key in ROLLOUT_KEYS}
+            self._rollout_line = {key: line.get(key) for key in ROLLOUT_KEYS}
         seconds, step_seconds = self._seconds, sum(self._seconds.values())
         self._start()
         return {
             **self._rollout_line,
             **line,
             **seconds,
-            "loss": line["actor_loss"] + line["critic_loss"],
+            "loss": line["actor_loss"] + line.get("critic_loss", 0.0),
+            "critic_loss": line.get("critic_loss"),
             "ptx_loss": line.get("ptx_loss"),
             "epoch": epoch,
             "lr": lr,
             "grad_norm": actor.get_global_grad_norm(),
-            "critic_grad_norm": critic.get_global_grad_norm(),
-            "skipped": actor.skipped_steps + critic.skipped_steps,
+            "critic_grad_norm": critic.get_global_grad_norm() if critic is not None else None,
+            "skipped": actor.skipped_steps + (critic.skipped_steps if critic is not None else 0),
             "tokens": int(tokens),
             "step_seconds": step_seconds,
             "tokens_per_second": tokens / step_seconds if step_seconds else 0.0,
@@ -90,7 +116,10 @@ ROLLOUT_KEYS = (
     "explained_variance", "entropy", "response_length_mean", "response_length_max", "truncated_fraction",
     "rollout_logprob_gap",
 )  # fmt: skip
-UPDATE_MEANS = ("ratio_mean", "clip_fraction", "approx_kl", "value_clip_fraction")
+UPDATE_MEANS = (
+    "ratio_mean", "clip_fraction", "clip_fraction_high", "clip_fraction_low", "approx_kl", "value_clip_fraction",
+    "kl_loss", "tis_weight_mean",
+)  # fmt: skip
 
 
 def rollout_sums(rollout: Rollout, experience: Experience, kl_coef: float) -> tuple[Sums, dict[str, float]]:
@@ -107,7 +136,6 @@ def rollout_sums(rollout: Rollout, experience: Experience, kl_coef: float) -> tu
         return float(values.double()[mask].sum()), tokens
 
     kl = ((experience.logprobs - experience.ref_logprobs) * mask).sum()
-    residual = experience.returns - experience.values
     sums: Sums = {
         "kl_ref": (float(kl), answers),
         "kl_coef": (kl_coef, 1.0),
@@ -116,40 +144,29 @@ def rollout_sums(rollout: Rollout, experience: Experience, kl_coef: float) -> tu
         "reward_mean": per_token(experience.rewards),
         "advantage_mean": per_token(experience.raw_advantages),
         "advantage_square": per_token(experience.raw_advantages.double().square()),
-        "value_mean": per_token(experience.values),
-        "return_mean": per_token(experience.returns),
-        "return_square": per_token(experience.returns.double().square()),
-        "residual_mean": per_token(residual),
-        "residual_square": per_token(residual.double().square()),
         "entropy": per_token(experience.entropy),
         "response_length_mean": (tokens, answers),
         "truncated_fraction": (float((~rollout.finished).sum()), answers),
         "rollout_logprob_gap": per_token((experience.logprobs - experience.gen_logprobs).abs()),
     }
+    if experience.values is not None:
+        residual = experience.returns - experience.values
+        sums |= {
+            "value_mean": per_token(experience.values),
+            "return_mean": per_token(experience.returns),
+            "return_square": per_token(experience.returns.double().square()),
+            "residual_mean": per_token(residual),
+            "residual_square": per_token(residual.double().square()),
+        }
     return sums, {"response_length_max": float(rollout.lengths.max())}
-
-
-def update_sums(
-    actor_loss: torch.Tensor,
-    critic_loss: torch.Tensor,
-    ptx_loss: torch.Tensor | None,
-    figures: dict[str, torch.Tensor],
-    batch: Experience,
-) -> tuple[Sums, dict[str, float]]:
-    """One micro-batch's losses and diagnostics, which are means over its response tokens (`ratio_max` a maximum)."""
-    tokens = float(batch.response_mask.sum())
-    means = {"actor_loss": actor_loss, "critic_loss": critic_loss}
-    means |= {"ptx_loss": ptx_loss.detach()} if ptx_loss is not None else {}
-    means |= {name: figures[name] for name in UPDATE_MEANS}
-    sums = {name: (float(value) * tokens, tokens) for name, value in means.items()}
-    maxima = {"ratio_max": float(figures["ratio_max"])}
-    return sums, maxima
 
 
 def _finish_rollout(line: dict[str, float]) -> None:
     """Turn the squares into standard deviations (population), and returns and residuals into explained variance."""
     line["score_std"] = _variance(line["score_mean"], line.pop("score_square")) ** 0.5
     line["advantage_std"] = _variance(line["advantage_mean"], line.pop("advantage_square")) ** 0.5
+    if "value_mean" not in line:
+        return
     returns = _variance(line.pop("return_mean"), line.pop("return_square"))
     residuals = _variance(line.pop("residual_mean"), line.pop("residual_square"))
     line["explained_variance"] = 1.0 - residuals / returns if returns > 0 else 0.0

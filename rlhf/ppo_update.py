@@ -1,55 +1,101 @@
-"""One PPO update: an experience cut into micro-batches, and the step of actor and critic on each."""
+"""One micro-batch of a PPO update: the losses of actor and critic, and a step of both engines."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from rlhf.experience import Experience, response_logprobs
-from rlhf.losses import policy_loss, value_loss
-from rlhf.models import response_values
-from rlhf.ppo_metrics import update_sums
+from rlhf.experience import Experience, response_logprobs, response_logprobs_and_entropy
+from rlhf.kl import kl_loss_terms
+from rlhf.losses import aggregate, masked_mean, policy_loss, sampler_weights, units, value_loss
+from rlhf.models import critic_values
+from rlhf.ppo_metrics import UpdateFigures
 from rlhf.ptx import PTX
 from rlhf.rollout import Models
 
 
-def micro_batches(experience: Experience, args: Namespace, iteration: int) -> Iterator[Experience]:
-    """The experience in micro-batches, `--ppo_epochs` times, each time in a fresh order."""
-    generator = torch.Generator().manual_seed(args.seed + iteration)
-    size, window = args.per_device_training_batch_size, args.gradient_accumulation_steps
-    if -(-len(experience) // size) % window:
-        window = 1  # updates reach over the end of an epoch: sorted rows would give each other lengths, not a fair mix
-    for _ in range(args.ppo_epochs):
-        for batch in experience.micro_batches(size, generator, window):
-            yield batch.trimmed()
+def update(
+    models: Models, batch: Experience, args: Namespace, *, kl_ctl: float, ptx: PTX | None, is_last: bool | None
+) -> UpdateFigures:
+    """One micro-batch of both losses, and a step of both engines; returns the figures for the metrics. Collective.
 
-
-def update(models: Models, batch: Experience, args: Namespace, ptx: PTX | None):
-    """One micro-batch of both losses, and a step of both engines; returns the figures for the metrics.
-
-    Both losses are means over the response tokens of the whole minibatch, over micro-batches and ranks. A PTX
-    batch comes with each micro-batch, in its weight.
+    Both losses are means over the whole minibatch, over micro-batches and ranks. A PTX batch comes with each
+    micro-batch, in its weight. `is_last`: whether the micro-batch closes its update; None: the engines count.
     """
     actor, critic = models.actor, models.critic
-    ids, mask, length = batch.input_ids, batch.attention_mask, batch.response_length
-    tokens = int(batch.response_mask.sum())
+    if is_last is not None:
+        for engine in (actor, critic):
+            if engine is not None:
+                engine.set_gradient_accumulation_boundary(is_last)
+    weight = units(batch.loss_mask, args.loss_aggregation)
+    tokens = int(batch.loss_mask.sum())
 
     actor.train()
-    logprobs = response_logprobs(actor, ids, mask, length, args.temperature)
-    actor_loss, actor_figures = policy_loss(
-        logprobs, batch.logprobs, batch.advantages, batch.response_mask, args.cliprange
-    )
+    loss, figures = actor_loss(actor, batch, args, kl_ctl)
     ptx_loss = ptx.loss(actor) if ptx else None
-    actor.backward(actor_loss + args.unsup_coef * ptx_loss if ptx else actor_loss, weight=tokens)
-    actor.step()
+    actor.backward(loss + args.unsup_coef * ptx_loss if ptx else loss, weight=weight)
+    aligned = args.align_overflow and critic is not None
+    if not aligned:
+        actor.step()
 
-    critic.train()
-    new_values = response_values(critic, ids, mask, length)
-    critic_loss, critic_figures = value_loss(
-        new_values, batch.values, batch.returns, batch.response_mask, args.cliprange_value
+    critic_loss = None
+    if critic is not None:
+        critic.train()
+        critic_loss, critic_figures = value_loss(
+            critic_values(critic, batch), batch.values, batch.returns, batch.loss_mask, args.cliprange_value
+        )
+        critic_loss = critic.backward(critic_loss, weight=tokens)
+        figures |= critic_figures
+        if aligned:
+            step_together(actor, critic)
+        else:
+            critic.step()
+    return UpdateFigures(loss.detach(), critic_loss, ptx_loss, figures, tokens=tokens, units=weight)
+
+
+def actor_loss(
+    actor: Any, batch: Experience, args: Namespace, kl_ctl: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The clipped policy loss, with the KL to the reference and an entropy bonus in it where asked for."""
+    ids, attention, mask = batch.input_ids, batch.attention_mask, batch.loss_mask
+    entropy = None
+    if args.entropy_coef:
+        logprobs, entropy = response_logprobs_and_entropy(
+            actor, ids, attention, batch.response_length, args.temperature
+        )
+    else:
+        logprobs = response_logprobs(actor, ids, attention, batch.response_length, args.temperature)
+    weights = sampler_weights(batch.logprobs, batch.gen_logprobs, args.tis_cap) if args.tis_cap else None
+    loss, figures = policy_loss(
+        logprobs,
+        batch.logprobs,
+        batch.advantages,
+        mask,
+        args.cliprange,
+        cliprange_high=args.cliprange_high,
+        dual_clip=args.dual_clip,
+        weights=weights,
+        aggregation=args.loss_aggregation,
     )
-    critic_loss = critic.backward(critic_loss, weight=tokens)
-    critic.step()
-    return update_sums(actor_loss.detach(), critic_loss, ptx_loss, {**actor_figures, **critic_figures}, batch)
+    if weights is not None:
+        figures["tis_weight_mean"] = masked_mean(weights, mask)
+    if args.kl_in == "loss":
+        terms = kl_loss_terms(logprobs, batch.ref_logprobs, args.kl_estimator)
+        loss = loss + kl_ctl * aggregate(terms, mask, args.loss_aggregation)
+        figures["kl_loss"] = masked_mean(terms.detach(), mask)
+    if entropy is not None:
+        loss = loss - args.entropy_coef * aggregate(entropy, mask, args.loss_aggregation)
+    return loss, figures
+
+
+def step_together(actor: Any, critic: Any) -> None:
+    """Both engines' steps; at a boundary where one gradient is not finite, neither model changes (--align_overflow)."""
+    if not actor.is_gradient_accumulation_boundary():
+        actor.step()
+        critic.step()
+        return
+    in_actor, in_critic = actor.has_overflow(), critic.has_overflow()
+    actor.step(skip=in_critic)
+    critic.step(skip=in_actor)

@@ -22,25 +22,32 @@ class PTX:
 
     Args:
         source: a file, folder or hub name whose rows have a `text` column.
-        start: batches already used (a resumed run).
 
     Raises:
         FileNotFoundError: no such source. ValueError: no `text` column, or too little text for one batch.
     """
 
-    def __init__(
-        self, source: str | Source, tokenizer: Any, block_length: int, batch_size: int, seed: int, start: int = 0
-    ):
+    def __init__(self, source: str | Source, tokenizer: Any, block_length: int, batch_size: int, seed: int):
         self._blocks = text_blocks(source, tokenizer, block_length)
-        self._stream = batch_stream(sampler_for(self._blocks, batch_size, seed), start)
+        self._sampler = sampler_for(self._blocks, batch_size, seed)
+        self.load_state_dict({"used": 0})
 
     def loss(self, model: Any) -> torch.Tensor:
         """Mean cross-entropy of the next batch under `model` (an engine), with its graph."""
         _, indices = next(self._stream)
+        self._used += 1
         ids = self._blocks[torch.as_tensor(indices)].to(model.device)
         mask = torch.ones_like(ids)
         logits = model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
         return causal_lm_loss(logits, ids)[0]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"used": self._used}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on after the batches that a run has used."""
+        self._used = state["used"]
+        self._stream = batch_stream(self._sampler, self._used)
 
 
 def text_source(name: str, subset: str | None) -> Source:

@@ -32,13 +32,14 @@ def train_config(
     weight_decay: float,
     total_steps: int,
     hybrid_engine: dict | None = None,
+    offload: bool | None = None,
 ) -> dict[str, Any]:
     """The engine's config of a model that trains: AdamW, the asked-for schedule, clipping at norm 1.
 
-    `total_steps` counts optimizer steps: the schedule ends with the run.
+    `total_steps` counts optimizer steps: the schedule ends with the run. `offload`: as `--offload` says without.
     """
     config = {
-        **_common(args, zero_stage, micro_batch, args.offload),
+        **_common(args, zero_stage, micro_batch, args.offload if offload is None else offload),
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "optimizer": {
             "type": "AdamW",

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from pathlib import Path
 
+import torch
 from transformers import set_seed
 
 import engine
-from rlhf.advantage import gae, shape_rewards, whiten
+from rlhf.advantage import shape_rewards, shape_scores, whiten
 from rlhf.arguments import parse, ppo_parser
+from rlhf.choices import WHITENED
 from rlhf.dry_run import dry_run
 from rlhf.end_token import use_eot_token
+from rlhf.estimators import estimate_advantages
 from rlhf.evaluation import Evaluator, show
 from rlhf.experience import Experience
 from rlhf.feed import open_feed
@@ -26,16 +28,18 @@ from rlhf.gold import load_gold
 from rlhf.kl import make_controller
 from rlhf.launch import stage_main
 from rlhf.metrics import MetricsWriter, write_run_json
+from rlhf.micro_batches import Cut, update_parts
 from rlhf.models import load_tokenizer
 from rlhf.ppo_metrics import StepMetrics
-from rlhf.ppo_models import load_models, resume, save
-from rlhf.ppo_update import micro_batches, update
+from rlhf.ppo_models import load_models, resume, save, save_models
+from rlhf.ppo_options import answers_per_iteration, resolve_options
+from rlhf.ppo_update import update
 from rlhf.progress import Progress
 from rlhf.ptx import PTX, text_source
-from rlhf.rollout import generate, judge
+from rlhf.rollout import Rollout, generate, judge
 from rlhf.score_scale import ScoreScale
 from rlhf.stage_data import load_data, report_stream
-from rlhf.training import count_steps, is_due, refuse_to_bury, save_model
+from rlhf.training import count_steps, is_due, refuse_to_bury
 
 EMA_BETA = 0.992
 
@@ -45,6 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(ppo_parser(), argv)
     if args.dry_run:
         return dry_run("ppo", args)
+    resolve_options(args)
     engine.init_distributed()
     set_seed(args.seed)
     refuse_to_bury(args)
@@ -56,22 +61,23 @@ def main(argv: list[str] | None = None) -> None:
     gold = load_gold(args.gold_fn) if args.gold_fn else None
     data = load_data("ppo", tokenizer, args)
 
-    answers = args.per_device_generation_batch_size * args.generation_batches  # a rank's answers in one iteration
-    prompts = open_feed(data.train, answers, args)
+    answers = answers_per_iteration(args)
+    prompts = open_feed(data.train, answers // args.num_samples_per_prompt, args)
     total_steps = count_ppo_steps(prompts.batches_per_epoch, answers, args)
-    models = load_models(args, total_steps)
+    models = load_models(args, total_steps, tokenizer)
     actor, critic = models.actor, models.critic
     if args.enable_ema:
         actor.enable_ema(EMA_BETA)
-    scale, kl = ScoreScale(), make_controller(args.kl_ctl, args.target_kl, args.kl_horizon)
-    iteration = resume(args, models, scale, kl, prompts) if args.resume else 0
-
     ptx = None
     if args.unsupervised_dataset_name:
         block, size = args.max_prompt_seq_len + args.max_answer_seq_len, args.per_device_training_batch_size
         texts = text_source(args.unsupervised_dataset_name, args.unsupervised_dataset_config_name)
-        ptx = PTX(texts, tokenizer, block, size, args.seed, start=actor.micro_steps)
+        ptx = PTX(texts, tokenizer, block, size, args.seed)
+    scale, kl = ScoreScale(), make_controller(args.kl_ctl, args.target_kl, args.kl_horizon)
+    kept = {"score_scale": scale, "kl": kl, "data": prompts, **({"ptx": ptx} if ptx else {})}
+    iteration = resume(args, models, kept) if args.resume else 0
 
+    cut = Cut(args.per_device_training_batch_size, args.max_tokens_per_micro_batch)
     sampling = {
         "max_new_tokens": args.max_answer_seq_len,
         "do_sample": True,
@@ -80,40 +86,45 @@ def main(argv: list[str] | None = None) -> None:
         "top_p": args.top_p,
     }
     writer = MetricsWriter(args.output_dir, "ppo", args, start_step=actor.global_steps)
-    samples_file = Path(args.output_dir) / "samples.jsonl"
-    evaluator = Evaluator(data.eval, tokenizer, args, sampling, gold, samples_file)
+    evaluator = Evaluator(data.eval, tokenizer, args, sampling, gold, cut)
     metrics = StepMetrics()
     if iteration == 0:
         writer.log_eval(0, evaluator.run(models, "before"))
 
     with Progress(total_steps, "PPO", start=actor.global_steps) as progress:
         for epoch, numbers, items in prompts:
-            if actor.global_steps >= total_steps:
+            if actor.global_steps >= total_steps or is_over(iteration, prompts.batches_per_epoch, args):
                 break
             iteration += 1
 
             clock = time.perf_counter()
-            rollout = generate(
-                actor,
-                items,
-                tokenizer,
-                batch_size=args.per_device_generation_batch_size,
-                seeds=[(args.seed * 1_000_003 + iteration) * 1_000_003 + i for i in numbers],
-                **sampling,
-            )
+            prompt_options = {
+                "batch_size": args.per_device_generation_batch_size,
+                "seeds": [(args.seed * 1_000_003 + iteration) * 1_000_003 + i for i in numbers],
+            }
+            samples = {**sampling, "num_return_sequences": args.num_samples_per_prompt}
+            rollout = generate(actor, items, tokenizer, **prompt_options, **samples)
+            greedy = None
+            if args.advantage_estimator == "remax":
+                greedy = generate(actor, items, tokenizer, **prompt_options, **{**sampling, "do_sample": False})
             generated = time.perf_counter()
-            experience = judge(
-                rollout, models, micro_batch=args.per_device_training_batch_size, temperature=args.temperature
-            )
+            experience = judge(rollout, models, cut=cut, temperature=args.temperature)
             if args.normalize_scores and not scale.is_set:
                 scale.fit(experience.scores)
-            add_advantages(experience, scale, kl.value, args)
+            if greedy is not None:
+                greedy_scores = shaped_scores(models.scorer(greedy, cut), greedy, scale, args)
+                experience.greedy_scores = greedy_scores.repeat_interleave(args.num_samples_per_prompt)
+            add_advantages(experience, rollout, scale, kl.value, args)
             judged = time.perf_counter()
             metrics.add_rollout(rollout, experience, kl.value, generated - clock, judged - generated)
 
-            for micro_batch in micro_batches(experience, args, iteration):
+            order = torch.Generator().manual_seed(args.seed + iteration)
+            for micro_batch, is_last in update_parts(
+                experience, cut, epochs=args.ppo_epochs, window=args.gradient_accumulation_steps, generator=order
+            ):
                 started, lr = time.perf_counter(), actor.get_lr()[0]
-                metrics.add(*update(models, micro_batch, args, ptx))
+                figures = update(models, micro_batch, args, kl_ctl=kl.value, ptx=ptx, is_last=is_last)
+                metrics.add(*figures.sums())
                 metrics.add_seconds("train_seconds", time.perf_counter() - started)
                 if actor.is_gradient_accumulation_start():
                     line = metrics.flush(actor, critic, epoch, lr)
@@ -122,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
                         actor.global_steps,
                         **{k: line[k] for k in ("score_mean", "kl_ref", "response_length_mean")},
                     )
-                    if actor.global_steps >= total_steps:
+                    if actor.global_steps >= total_steps or (args.stop_kl and line["approx_kl"] > args.stop_kl):
                         break
             kl.update(metrics.last_kl, answers * engine.distributed.world_size())
 
@@ -131,15 +142,10 @@ def main(argv: list[str] | None = None) -> None:
             if is_due(iteration, args.eval_interval) and actor.global_steps < total_steps:
                 writer.log_eval(actor.global_steps, evaluator.run(models))
             if is_due(iteration, args.save_interval) and actor.is_gradient_accumulation_start():
-                save(args, models, scale, kl, prompts, iteration)
+                save(args, models, kept, iteration)
 
     writer.log_eval(actor.global_steps, evaluator.run(models, "after"))
-    output = Path(args.output_dir)
-    save_model(actor, tokenizer, output / "actor")
-    # the critic's own tokenizer: the stock classes find a text's end by its padding token, which the actor's may lack
-    save_model(critic, load_tokenizer(args.critic_model_name_or_path), output / "critic")
-    if args.enable_ema:
-        save_model(actor, tokenizer, output / "actor_ema", ema=True)
+    save_models(args, models, tokenizer)
     report_stream(data, args)
     writer.close()
     write_run_json(args.output_dir, args, status="complete")
@@ -166,22 +172,55 @@ def count_ppo_steps(iterations_per_epoch: int | None, answers: int, args: Namesp
     return min(steps, *limits) if limits else steps
 
 
-def add_advantages(experience: Experience, scale: ScoreScale, kl_ctl: float, args: Namespace) -> None:
-    """Fill in per-token rewards, advantages and returns, all `[B, T]`."""
+def is_over(iteration: int, iterations_per_epoch: int | None, args: Namespace) -> bool:
+    """Whether all epochs have been seen: with --stop_kl there may be fewer steps in them than were counted."""
+    return iterations_per_epoch is not None and iteration >= args.num_train_epochs * iterations_per_epoch
+
+
+def shaped_scores(scores: torch.Tensor, rollout: Rollout, scale: ScoreScale, args: Namespace) -> torch.Tensor:
+    """What an answer earns at its last token, `[B]`."""
+    return shape_scores(
+        scale.apply(scores),
+        rollout.lengths,
+        rollout.finished,
+        clip=args.clip_reward_value,
+        missing_eos_penalty=args.missing_eos_penalty,
+        max_length=args.max_answer_seq_len,
+        overlong_buffer=args.overlong_buffer,
+        overlong_penalty=args.overlong_penalty,
+    )
+
+
+def add_advantages(
+    experience: Experience, rollout: Rollout, scale: ScoreScale, kl_ctl: float, args: Namespace
+) -> None:
+    """Fill in per-token rewards, advantages and returns, and which tokens train, all `[B, T]`."""
     mask = experience.response_mask
+    experience.loss_mask = mask & rollout.finished.unsqueeze(1) if args.mask_truncated else mask
     experience.rewards = shape_rewards(
         experience.logprobs,
         experience.ref_logprobs,
-        scale.apply(experience.scores),
+        shaped_scores(experience.scores, rollout, scale, args),
         mask,
-        kl_ctl,
-        args.clip_reward_value,
+        kl_ctl if args.kl_in == "reward" else 0.0,
+        clip_reward_value=None,
+        kl_estimator=args.kl_estimator if args.kl_in == "reward" else "k1",
     )
-    experience.raw_advantages, experience.returns = gae(
-        experience.rewards, experience.values, mask, args.gamma, args.lam
+    experience.raw_advantages, experience.returns = estimate_advantages(
+        args.advantage_estimator,
+        experience.rewards,
+        mask,
+        gamma=args.gamma,
+        lam=args.lam,
+        values=experience.values,
+        group_size=args.num_samples_per_prompt,
+        scale_by_std=not args.grpo_no_std,
+        baseline=experience.greedy_scores,
     )
-    whitened = args.no_whiten_advantages is False
-    experience.advantages = whiten(experience.raw_advantages, mask) if whitened else experience.raw_advantages
+    whitened = args.advantage_estimator in WHITENED and not args.no_whiten_advantages
+    experience.advantages = (
+        whiten(experience.raw_advantages, experience.loss_mask) if whitened else experience.raw_advantages
+    )
 
 
 if __name__ == "__main__":

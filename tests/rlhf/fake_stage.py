@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rlhf.arguments import STAGE_PARSERS, parse
 from rlhf.launch import stage_main
+from rlhf.ppo_options import resolve_options
 from rlhf.results import read_folder
 
 EVALS = {
@@ -35,6 +36,8 @@ def main(argv=None):
     words = sys.argv[1:] if argv is None else argv
     folder = Path(words[words.index("--output_dir") + 1])
     args = parse(STAGE_PARSERS[folder.name](), words)
+    if folder.name == "ppo":
+        resolve_options(args)
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))

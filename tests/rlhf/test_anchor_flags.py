@@ -136,7 +136,8 @@ OLDER = {
 }
 # What is ours instead; the modules' texts and the flags' helps say so.
 OURS = {"data_path": ["sample"], "dtype": "auto", "tensorboard_path": None}
-REQUIRED = {"output_dir", "model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path"}
+# the critic is asked for where its estimator needs one, see rlhf.ppo_options
+REQUIRED = {"output_dir", "model_name_or_path", "actor_model_name_or_path"}
 EXAMPLES = {
     "data_split": "1,2,3",
     "lr_scheduler_type": "linear",

@@ -92,7 +92,7 @@ def test_batches():
     sizes = {"per_device_generation_batch_size": 6, "generation_batches": 2, "per_device_training_batch_size": 4}
     names = {"actor_model_name_or_path": "facebook/opt-125m", "critic_model_name_or_path": "facebook/opt-125m"}
     text = planned("ppo", 4, **sizes, **names, ppo_epochs=2, gradient_accumulation_steps=3)
-    assert "6 prompts x 2 generation batches x 4 processes = 48 an iteration" in text
+    assert "6 prompts x 1 answers x 2 generation batches x 4 processes = 48 answers an iteration" in text
     assert "4 answers x 3 micro-batches x 4 processes = 48 answers an update" in text
     assert "3 micro-batches x 2 epochs / 3 = 2 updates an iteration" in text
 

@@ -142,31 +142,6 @@ def experience(rows: int = 5, prompt: int = 4, response: int = 3) -> Experience:
     )
 
 
-def test_micro_batches_hold_every_row_once():
-    whole = experience()
-    parts = list(whole.micro_batches(2, torch.Generator().manual_seed(0)))
-    assert [len(part) for part in parts] == [2, 2, 1]
-    order = torch.cat([part.scores for part in parts]).long()
-    assert sorted(order.tolist()) == [0, 1, 2, 3, 4] and order.tolist() != [0, 1, 2, 3, 4]
-    for name, tensor in whole.tensors().items():
-        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), tensor[order]), name
-    in_order = torch.cat([part.scores for part in whole.micro_batches(3)])
-    assert torch.equal(in_order, whole.scores)
-    assert parts[0].values is None
-
-
-def test_a_window_holds_the_same_rows_however_it_is_cut():
-    whole = experience(rows=7, response=4)
-    lengths = whole.attention_mask.sum(1)
-    one = list(whole.micro_batches(4, torch.Generator().manual_seed(0)))
-    cut = list(whole.micro_batches(2, torch.Generator().manual_seed(0), window=2))
-    assert [len(part) for part in cut] == [2, 2, 2, 1]
-    for update, parts in zip(one, (cut[:2], cut[2:]), strict=True):
-        rows = torch.cat([part.scores for part in parts]).long()
-        assert sorted(rows.tolist()) == sorted(update.scores.long().tolist())
-        assert lengths[rows].tolist() == sorted(lengths[rows].tolist())
-
-
 def test_trimming_cuts_padding_columns_only():
     whole = experience()
     cut = whole.trimmed()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from rlhf.kl import AdaptiveKL, FixedKL, kl_estimate, make_controller
+from rlhf.kl import AdaptiveKL, FixedKL, kl_estimate, kl_loss_terms, make_controller
 
 
 def test_estimators_literal():
@@ -58,3 +60,38 @@ def test_adaptive_controller_state_and_limits():
     assert other.state_dict() == {"value": 0.3}
     with pytest.raises(ValueError, match="positive target and horizon, not 6.0 and 0"):
         AdaptiveKL(0.1, 6.0, 0)
+
+
+def test_k3_is_bounded_where_a_token_has_collapsed():
+    assert kl_estimate(torch.tensor([-90.0, -2.0]), torch.tensor([-1.0, -1.0]), "k3").tolist() == pytest.approx(
+        [10.0, math.e - 2], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "gradient"),
+    [("k1", 0.5, 0.5), ("k2", 0.125, 0.5), ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5)),
+     ("k3+", math.exp(-0.5) - 0.5, 0.5)],
+)  # fmt: skip
+def test_kl_in_the_loss_has_the_value_and_the_gradient_it_says(kind, value, gradient):
+    logprobs = torch.tensor([[-1.0]], requires_grad=True)
+    terms = kl_loss_terms(logprobs, torch.tensor([[-1.5]]), kind)
+    terms.sum().backward()
+    assert terms.item() == pytest.approx(value, abs=1e-6) and logprobs.grad.item() == pytest.approx(gradient, abs=1e-6)
+
+
+def test_k2_has_the_gradient_of_the_kl_itself():
+    """In expectation over the policy's own tokens; k3's is another."""
+    logits = torch.tensor([0.3, -0.2, 0.9, 0.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.log_softmax(torch.tensor([0.0, 0.5, -0.5, 0.2], dtype=torch.float64), 0)
+    logp = torch.log_softmax(logits, 0)
+    exact = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)[0]
+    expected = {
+        kind: torch.autograd.grad(
+            (logp.exp().detach() * kl_loss_terms(logp, reference, kind)).sum(), logits, retain_graph=True
+        )[0]
+        for kind in ("k1", "k2", "k3", "k3+")
+    }
+    for kind in ("k1", "k2", "k3+"):
+        torch.testing.assert_close(expected[kind], exact, atol=1e-6, rtol=0)
+    assert (expected["k3"] - exact).abs().max() > 0.01

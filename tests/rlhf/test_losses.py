@@ -10,12 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.losses import (
+    aggregate,
     causal_lm_loss,
     masked_mean,
     pair_loss,
     pair_token_loss,
     policy_loss,
+    sampler_weights,
     single_loss,
+    units,
     value_loss,
 )
 
@@ -254,3 +257,33 @@ def test_single_answers_by_hand():
     assert scores.grad.tolist() == pytest.approx(gradient, abs=1e-6)
     empty = torch.zeros(0, requires_grad=True)
     assert single_loss(empty, empty.detach(), empty.detach() > 0).item() == 0.0
+
+
+def test_policy_loss_with_two_clips_dual_clip_and_weights_literal():
+    log_ratio = torch.tensor([[0.3, -0.3, 1.0, 1.0]]).requires_grad_()
+    advantages, mask = torch.tensor([[1.0, -1.0, -1.0, -2.0]]), torch.ones(1, 4, dtype=torch.bool)
+    options = {"cliprange_high": 0.4, "dual_clip": 2.0, "weights": torch.tensor([[1.0, 0.5, 1.0, 2.0]])}
+    loss, figures = policy_loss(log_ratio, torch.zeros(1, 4), advantages, mask, 0.2, **options)
+    # e^0.3 is below 1.4; e^-0.3 clipped at 0.8, halved; e bounded by 2; 2e bounded by 4, doubled
+    assert loss.item() == pytest.approx((-math.exp(0.3) + 0.4 + 2.0 + 8.0) / 4, abs=1e-6)
+    assert figures["clip_fraction"].item() == 0.75
+    assert figures["clip_fraction_high"].item() == 0.5 and figures["clip_fraction_low"].item() == 0.25
+    loss.backward()
+    assert log_ratio.grad[0, 0] != 0 and not log_ratio.grad[0, 1:].any()
+
+
+@pytest.mark.parametrize(
+    ("how", "expected", "count"),
+    [("token-mean", 10 / 4, 4), ("seq-mean-token-mean", (2 + 4) / 2, 2), ("seq-mean-token-sum", (6 + 4) / 2, 2)],
+)
+def test_aggregations_literal_and_over_micro_batches(how, expected, count):
+    terms = torch.tensor([[1.0, 2.0, 3.0], [4.0, 99.0, 99.0], [99.0, 99.0, 99.0]])
+    mask = torch.tensor([[True] * 3, [True, False, False], [False] * 3])
+    assert aggregate(terms, mask, how).item() == pytest.approx(expected) and units(mask, how) == count
+    parts = [(aggregate(terms[i : i + 1], mask[i : i + 1], how), units(mask[i : i + 1], how)) for i in range(3)]
+    assert sum(float(loss) * weight for loss, weight in parts) / count == pytest.approx(expected)
+
+
+def test_sampler_weights_literal():
+    weights = sampler_weights(torch.tensor([[-1.0, -1.0, -3.0]]), torch.tensor([[-1.0, -3.0, -1.0]]), cap=2.0)
+    torch.testing.assert_close(weights, torch.tensor([[1.0, 2.0, math.exp(-2)]]))

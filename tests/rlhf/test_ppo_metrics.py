@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlhf.experience import Experience
-from rlhf.ppo_metrics import StepMetrics, rollout_sums, update_sums
+from rlhf.ppo_metrics import StepMetrics, UpdateFigures, rollout_sums
 from rlhf.rollout import Rollout
 
 
@@ -85,20 +85,32 @@ def test_rollout_figures():
         assert line[name] == pytest.approx(value, abs=1e-6), name
 
 
-def test_update_figures_are_token_means_over_micro_batches():
-    _, experience = crafted()
-    figures = {"ratio_mean": 1.0, "ratio_max": 1.5, "clip_fraction": 0.5, "approx_kl": 0.1, "value_clip_fraction": 0.0}
-    other = {**figures, "ratio_mean": 2.0, "ratio_max": 3.0, "clip_fraction": 0.0}
-    metrics = StepMetrics()
-    one, two = experience.select([0]), experience.select([1])  # 2 tokens and 1
-    metrics.add(*update_sums(torch.tensor(3.0), torch.tensor(0.0), None, figures, one))
-    metrics.add(*update_sums(torch.tensor(0.0), torch.tensor(6.0), torch.tensor(0.5), other, two))
+def test_update_figures_are_means_over_what_they_are_means_of():
+    """Two micro-batches of 2 and 1 tokens, of 1 and 3 answers: the actor loss weighs by answers, the rest by tokens."""
+    figures = {"ratio_mean": 1.0, "ratio_max": 1.5, "clip_fraction": 0.5, "approx_kl": 0.1, "kl_loss": 3.0}
+    other = {**figures, "ratio_mean": 2.0, "ratio_max": 3.0, "clip_fraction": 0.0, "kl_loss": 0.0}
+    figures, other = ({name: torch.tensor(value) for name, value in one.items()} for one in (figures, other))
+    metrics, zero = StepMetrics(), torch.tensor(0.0)
+    metrics.add(*UpdateFigures(torch.tensor(4.0), zero, None, figures, tokens=2, units=1).sums())
+    metrics.add(*UpdateFigures(zero, torch.tensor(6.0), torch.tensor(0.5), other, tokens=1, units=3).sums())
     line = metrics.flush(FakeEngine(), FakeEngine(), epoch=0, lr=0.0)
-    assert line["actor_loss"] == pytest.approx(2.0)
-    assert line["critic_loss"] == pytest.approx(2.0)
-    assert line["ratio_mean"] == pytest.approx(4 / 3)
-    assert line["ratio_max"] == 3.0
-    assert line["clip_fraction"] == pytest.approx(1 / 3)
+    assert line["actor_loss"] == pytest.approx(1.0)
+    assert line["critic_loss"] == pytest.approx(2.0) and line["loss"] == pytest.approx(3.0)
+    assert line["ptx_loss"] == pytest.approx(0.5)
+    assert line["ratio_mean"] == pytest.approx(4 / 3) and line["ratio_max"] == 3.0
+    assert line["clip_fraction"] == pytest.approx(1 / 3) and line["kl_loss"] == pytest.approx(2.0)
+
+
+def test_without_a_critic_its_figures_are_none():
+    rollout, experience = crafted()
+    experience.values = experience.returns = None
+    metrics = StepMetrics()
+    metrics.add_rollout(rollout, experience, 0.3, 2.0, 1.0)
+    metrics.add({"actor_loss": (1.0, 1.0)})
+    line = metrics.flush(FakeEngine(), None, 0, 0.0)
+    assert line["loss"] == 1.0 and line["skipped"] == 1 and line["advantage_mean"] == pytest.approx(2.0)
+    for name in ("critic_loss", "critic_grad_norm", "value_mean", "explained_variance"):
+        assert line[name] is None, name
 
 
 def test_a_second_step_on_one_rollout_repeats_its_figures_but_not_its_times():

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from rlhf.experience import response_logprobs_and_entropy, response_mask_from
+from rlhf.micro_batches import Cut
 from rlhf.models import new_score_model, response_values, scores
 from rlhf.rollout import Models, Rollout, judge
+from rlhf.scoring import Scorer
 from tests.rlhf.tiny_models import VOCABULARY, causal_model, folder, tokenizer
 
 PROMPTS, ANSWERS = torch.tensor([6, 2, 9, 4, 3]), torch.tensor([2, 5, 1, 3, 5])
@@ -29,13 +31,14 @@ def rollout() -> Rollout:
     )
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 5, 64])
+@pytest.mark.parametrize("cut", [Cut(1), Cut(2), Cut(64), Cut(1, max_tokens=15), Cut(64, max_tokens=60)])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_what_is_said_of_an_answer_is_what_is_said_of_it_alone(family, micro_batch):
+def test_what_is_said_of_an_answer_is_what_is_said_of_it_alone(family, cut):
     actor, reference = causal_model(family), causal_model(family, seed=1)
     critic, reward = (new_score_model(folder(family, seed=seed), tokenizer(), seed=seed).eval() for seed in (2, 3))
     sampled = rollout()
-    experience = judge(sampled, Models(actor, reference, critic, reward), micro_batch=micro_batch, temperature=0.7)
+    models = Models(actor, reference, critic, Scorer(None, reward))
+    experience = judge(sampled, models, cut=cut, temperature=0.7)
 
     assert torch.equal(experience.gen_logprobs, sampled.gen_logprobs)
     for b, (prompt, answer) in enumerate(zip(PROMPTS.tolist(), ANSWERS.tolist(), strict=True)):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from argparse import Namespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf.experience import Experience
 from rlhf.models import load_score_model, score_texts
-from rlhf.ppo_update import micro_batches
 from tests.helpers import run_ranks
 from tests.rlhf import tiny_models
 from tests.stages.kit import PPO_SMALL, ppo_models, run, trained, write_rows
@@ -134,24 +131,6 @@ def test_a_ppo_update_is_the_same_however_it_is_cut(tmp_path, chain, data):
     for left, right in zip(whole, parts, strict=True):
         left, right = ({k: v for k, v in line.items() if isinstance(v, int | float)} for line in (left, right))
         assert left == pytest.approx(right, rel=1e-5 if left["step"] < 2 else 2e-3, abs=1e-5)
-
-
-def test_rows_are_sorted_within_an_update_only():
-    """3 micro-batches of 2: sorted over an update of 3, as dealt where an update of 2 reaches over the end."""
-    rows = torch.arange(6)
-    experience = Experience(
-        input_ids=rows.repeat(8, 1).T,
-        attention_mask=torch.arange(8) >= 6 - rows[:, None],
-        response_mask=torch.ones(6, 2, dtype=torch.bool),
-    )
-    dealt = torch.randperm(6, generator=torch.Generator().manual_seed(7)).tolist()
-    for window, order in ((3, [0, 1, 2, 3, 4, 5]), (1, dealt), (2, dealt)):
-        args = Namespace(
-            seed=5, ppo_epochs=1, per_device_training_batch_size=2, gradient_accumulation_steps=window
-        )
-        batches = micro_batches(experience, args, iteration=2)
-        assert [int(row[-1]) for batch in batches for row in batch.input_ids] == order
-    assert dealt != sorted(dealt)
 
 
 def two_rank_ppo(rank, world, output, data, flags):

@@ -1,0 +1,119 @@
+"""PPO end to end with its choices: estimators, reward sources, token budgets, early stop."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers import run_ranks
+from tests.rlhf import tiny_models
+from tests.stages.kit import PPO_SMALL, run, trained, write_rows
+
+GROUPED = {"num_samples_per_prompt": 3, "per_device_training_batch_size": 4}
+ESTIMATORS = {
+    "gae": {"normalize_scores": True},
+    "grpo": GROUPED,
+    "rloo": {"kl_in": "loss", **GROUPED},
+    "reinforce++": {},
+    "remax": GROUPED,
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl")
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "rewards.py"
+    path.write_text(
+        "def constant(prompt, answer): return 0.7\n"
+        "def length(prompts, answers): return [len(answer) / 10 for answer in answers]\n"
+    )
+    return path
+
+
+def ppo(output, data, **flags):
+    return run("ppo", output, data, **{**PPO_SMALL, "actor_model_name_or_path": tiny_models.folder(), **flags})
+
+
+def moved(output) -> bool:
+    before, after = (load_file(folder / "model.safetensors") for folder in (tiny_models.folder(), output / "actor"))
+    return any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_constant_reward_moves_nothing_and_another_does(tmp_path, data, rewards, estimator):
+    flags = {"advantage_estimator": estimator, "max_steps": 5, **ESTIMATORS[estimator]}
+    metrics = trained(ppo(tmp_path / "still", data, reward_fn=f"{rewards}:constant", **flags))
+    assert not moved(tmp_path / "still") and all(line["kl_ref"] == 0 for line in metrics)
+    assert all(line["score_mean"] == pytest.approx(0.7) and line["score_std"] < 1e-6 for line in metrics)
+    metrics = trained(ppo(tmp_path / "moves", data, reward_fn=f"{rewards}:length", **flags))
+    assert moved(tmp_path / "moves") and metrics[-1]["kl_ref"] != 0
+    # nobody builds or saves a critic that the estimator does not need
+    assert (tmp_path / "moves" / "critic").exists() == (estimator == "gae")
+    assert (metrics[0]["critic_loss"] is None) == (estimator != "gae")
+
+
+def two_rank_ppo(rank, world, output, data, flags):
+    ppo(output, data, **flags)
+
+
+def test_groups_are_the_same_on_two_ranks(tmp_path, data, rewards):
+    flags = {"actor_model_name_or_path": tiny_models.folder(), "reward_fn": f"{rewards}:length", "max_steps": 2}
+    flags |= {"advantage_estimator": "grpo", "num_samples_per_prompt": 3}
+    sizes = ("per_device_generation_batch_size", "per_device_training_batch_size")
+    one = trained(ppo(tmp_path / "one", data, **flags, **dict(zip(sizes, (4, 12), strict=True))))
+    flags |= {**dict(zip(sizes, (2, 6), strict=True)), "actor_zero_stage": 2, "max_tokens_per_micro_batch": 200}
+    run_ranks(two_rank_ppo, 2, tmp_path / "two", data, flags)
+    lines = [json.loads(text) for text in (tmp_path / "two/metrics.jsonl").read_text().splitlines()]
+    for left, right in zip(one, trained(lines), strict=True):
+        for name in ("score_mean", "score_std", "advantage_std", "actor_loss", "grad_norm", "response_length_mean"):
+            assert left[name] == pytest.approx(right[name], rel=1e-4, abs=1e-5), name
+
+
+def test_a_budget_of_tokens_changes_no_figure_and_resumes(tmp_path, data, rewards):
+    flags = {"reward_fn": f"{rewards}:length", "per_device_generation_batch_size": 8, "max_steps": 4}
+    flags |= {"per_device_training_batch_size": 4, "ppo_epochs": 2, "normalize_scores": True}
+    size = trained(ppo(tmp_path / "size", data, **flags))
+    flags |= {"max_tokens_per_micro_batch": 120, "save_interval": 1}
+    budget = ppo(tmp_path / "budget", data, **flags)
+    for left, right in zip(size, trained(budget), strict=True):
+        assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-3)
+        assert left["critic_loss"] == pytest.approx(right["critic_loss"], rel=1e-3)
+    latest = list((tmp_path / "budget/checkpoints").rglob("latest"))
+    assert len(latest) == 2
+    for file in latest:
+        file.write_text("iteration1\n")
+    again = trained(ppo(tmp_path / "budget", data, resume=True, **flags))
+    names = ("actor_loss", "critic_loss", "grad_norm", "score_mean", "kl_ref")
+    for left, right in zip(trained(budget), again, strict=True):
+        assert [left[name] for name in names] == [right[name] for name in names]
+
+
+def test_an_update_stops_once_the_policy_has_gone_too_far(tmp_path, data, rewards):
+    """8 answers in updates of 2, twice: with a tiny bound each iteration ends after the first step that has moved."""
+    flags = {"reward_fn": f"{rewards}:length", "per_device_generation_batch_size": 8, "ppo_epochs": 2, "max_steps": 0}
+    whole = trained(ppo(tmp_path / "whole", data, **flags))
+    cut = trained(ppo(tmp_path / "cut", data, stop_kl=1e-9, **flags))
+    iterations = len(whole) // 8
+    assert len(whole) == 8 * iterations and len(cut) == 2 * iterations
+    assert [line["approx_kl"] > 1e-9 for line in cut] == [False, True] * iterations
+
+
+def test_every_flag_of_the_losses_runs_in_one(tmp_path, data, rewards):
+    flags = {
+        "reward_fn": f"{rewards}:length", "reward_fn_weight": 2.0, "kl_in": "loss", "kl_estimator": "k3+",
+        "tis_cap": 2.0, "dual_clip": 3.0, "cliprange_high": 0.3, "entropy_coef": 0.01, "mask_truncated": True,
+        "missing_eos_penalty": 1.0, "overlong_buffer": 2, "align_overflow": True, "offload_reference_model": True,
+        "critic_offload": True, "critic_zero_stage": 1, "loss_aggregation": "seq-mean-token-sum",
+    }  # fmt: skip
+    metrics = trained(ppo(tmp_path / "all", data, **flags))
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4]
+    assert all(line["tis_weight_mean"] == pytest.approx(1.0, abs=1e-3) or line["truncated_fraction"] == 1
+               for line in metrics)  # fmt: skip
+    assert metrics[0]["kl_loss"] == 0
