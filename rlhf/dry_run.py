@@ -51,7 +51,8 @@ def plan(stage: str, args: Namespace, ranks: int, stand_ins: Mapping[str, str]) 
     lines += [f"  {name}  {value}" for name, value in _given(stage, args)]
     lines += ["", "batches:", *_indent(_batches(stage, args, ranks))]
     lines += ["", "steps:", *_indent(_steps(stage, args, ranks))]
-    lines += ["", "memory of a process, GiB, before activations:", *_indent(_memory(models, ranks))]
+    with_average = getattr(args, "enable_ema", False)
+    lines += ["", "memory of a process, GiB, before activations:", *_indent(_memory(models, ranks, with_average))]
     if stage == "ppo":
         lines += _indent(_generation(models[0], args, ranks))
     return lines
@@ -135,7 +136,8 @@ def _is_here(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or bool(Path(name).suffix)
 
 
-def _memory(models: list[Planned], ranks: int) -> list[str]:
+def _memory(models: list[Planned], ranks: int, with_average: bool) -> list[str]:
+    """A row for each model, and what they need together; with the moving average of the first where one is kept."""
     head = ["model", "size", "trains", "ZeRO", "type", "weights", *KINDS[1:], "in all", "of it on the host"]
     table, device = [head], 0
     for model in models:
@@ -146,6 +148,12 @@ def _memory(models: list[Planned], ranks: int) -> list[str]:
         sizes = [getattr(estimate, name) for name in KINDS] + [estimate.total, estimate.host]
         trained = _count(model.trained) if model.trained else "no"
         table.append([model.name, _count(model.numel), trained, stage, kind, *map(_gib, sizes)])
+        if with_average and model is models[0]:
+            # kept as the optimizer keeps each of Adam's two moments
+            average = estimate_memory(model.module, {**model.config, "optimizer": {"type": "Adam"}}, ranks).moments // 2
+            device += average
+            row = ["moving average", "", "no", stage, "float32", _gib(average)]
+            table.append([*row, *["0.00"] * 4, _gib(average), "0.00"])
     widths = [max(len(row[column]) for row in table) for column in range(len(head))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
     return [*lines, f"all models on the device: {_gib(device)} GiB"]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from engine import distributed
+from rlhf.arguments import resolve_dtype
 from rlhf.results import read_lines
 
 METRICS_FILE, RUN_FILE, REPORT_FILE = "metrics.jsonl", "run.json", "data_report.json"
@@ -133,13 +134,13 @@ class MetricAccumulator:
 
 
 def write_run_json(output_dir: str | Path, args: argparse.Namespace | dict[str, Any], status: str) -> None:
-    """Write `run.json`: status ("running", "complete" ...), resolved arguments, versions, device. Rank 0.
+    """Write `run.json`: status ("running", "complete" ...), resolved arguments, versions, device and type. Rank 0.
 
     Replaced in one move, so that a reader never sees half of it; `started` stays from the first call of a run.
     """
     if not distributed.is_main():
         return
-    path = Path(output_dir) / RUN_FILE
+    path, arguments = Path(output_dir) / RUN_FILE, dict(args) if isinstance(args, dict) else vars(args)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     started = now
     if status != "running" and path.exists():
@@ -150,9 +151,10 @@ def write_run_json(output_dir: str | Path, args: argparse.Namespace | dict[str, 
             "status": status,
             "started": started,
             "updated": now,
-            "arguments": dict(args) if isinstance(args, dict) else vars(args),
+            "arguments": arguments,
             "versions": {"python": platform.python_version(), **_versions()},
             "device": _device(),
+            "dtype": None if (name := arguments.get("dtype")) is None else compute_type(name),
             "world_size": distributed.world_size(),
             "command": sys.argv,
         },
@@ -182,6 +184,12 @@ def _versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def compute_type(name: str) -> str:
+    """What `--dtype NAME` comes to on this rank's device: fp32, bf16 or fp16."""
+    device = distributed.device()
+    return resolve_dtype(name, device.type, device.type == "cuda" and torch.cuda.is_bf16_supported())[0]
 
 
 def _device() -> str:

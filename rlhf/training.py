@@ -13,9 +13,9 @@ import torch
 import engine
 from data import BatchSampler
 from engine.optimizers import parameter_groups
-from rlhf.arguments import resolve_dtype
 from rlhf.deepspeed_config import lay_over
 from rlhf.lora import Lora, add_adapters
+from rlhf.metrics import compute_type
 from rlhf.model_files import resolve
 
 logger = logging.getLogger(__name__)
@@ -66,9 +66,7 @@ def inference_config(
 
 
 def _common(args: argparse.Namespace, zero_stage: int, micro_batch: int, offload: bool) -> dict[str, Any]:
-    device = engine.distributed.device()
-    bf16_supported = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    dtype, _ = resolve_dtype(args.dtype, device.type, bf16_supported)
+    dtype = compute_type(args.dtype)
     zero: dict[str, Any] = {"stage": zero_stage}
     if offload:
         zero["offload_param"] = zero["offload_optimizer"] = {"device": "cpu"}

@@ -81,6 +81,8 @@ def test_only_adapters_have_gradients_and_no_second_model_is_the_reference():
     assert row[2] == f"{trained_numel / 1e6:.3g} M" and row[7] == f"{4 * trained_numel / 1024**3:.2f}"
     assert "reference" not in text and "reward model" in text
     assert "reference" in planned("ppo", **names, actor_lora_dim=16)
+    average = table_row(planned("ppo", **names, enable_ema=True), "moving average")
+    assert average[-2] == f"{4 * PUBLISHED['facebook/opt-1.3b'] / 1024**3:.2f}"
     # 16 sequences of 512 tokens, 24 layers, keys and values of 2048 in bf16
     assert f"keys and values at most {16 * 512 * 24 * 2 * 2048 * 2 / 1024**3:.2f} GiB" in text
 

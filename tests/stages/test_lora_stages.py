@@ -42,13 +42,16 @@ def chain(tmp_path_factory, data):
     return folder
 
 
-def all_stages(rank, world, folder, data, zero, model, batch=4):
-    """SFT, reward model and PPO, all under LoRA; `batch` rows a rank."""
+def all_stages(rank, world, folder, data, zero, model, batch=4, checkpointing=False, tp=1):
+    """SFT, reward model, DPO and PPO, all under LoRA; `batch` rows a rank."""
     small = {**SMALL, **LORA, "zero_stage": zero, "per_device_train_batch_size": batch}
+    small["gradient_checkpointing"] = checkpointing
     run("sft", folder / "sft", data, **small, model_name_or_path=model)
     run("reward", folder / "reward", data, **{**small, "model_name_or_path": folder / "sft"})
     stages = {"actor_zero_stage": zero, "critic_zero_stage": zero, "enable_ema": True}
     stages |= {"per_device_generation_batch_size": batch, "per_device_training_batch_size": batch}
+    stages |= {"actor_gradient_checkpointing": checkpointing, "critic_gradient_checkpointing": checkpointing}
+    stages["inference_tp_size"] = tp
     flags = {**PPO_SMALL, **PPO_LORA, **ppo_models(folder / "sft", folder / "reward"), **stages}
     run("dpo", folder / "dpo", data, **{**small, "model_name_or_path": folder / "sft"})
     run("ppo", folder / "ppo", data, **flags)
@@ -144,10 +147,12 @@ def test_dpo_shares_its_reference_too(monkeypatch, tmp_path, data):
 
 def every_zero_stage(rank, world, folder, data, model):
     for zero in (0, 1, 2, 3):
-        all_stages(rank, world, folder / str(zero), data, zero, model, batch=2)
+        more = {"checkpointing": True, "tp": 2} if zero == 3 else {"checkpointing": zero == 1}
+        all_stages(rank, world, folder / str(zero), data, zero, model, batch=2, **more)
 
 
 def test_two_ranks_train_the_adapters_of_one_in_every_zero_stage(tmp_path, chain, data):
+    """With activation checkpointing or without, and generating alone or together: all the same model."""
     run_ranks(every_zero_stage, 2, tmp_path, data, tiny_models.folder(), timeout=240)
     for zero in "0123":
         for name in ("sft", "reward", "dpo", "ppo/actor", "ppo/actor_ema", "ppo/critic"):

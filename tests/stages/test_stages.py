@@ -29,6 +29,7 @@ PPO = COMMON | {
 def check_files(output, kind: str) -> None:
     record = json.loads((output / "run.json").read_text())
     assert record["status"] == "complete" and record["arguments"]["seed"] == 5 and record["versions"]["torch"]
+    assert record["dtype"] == "fp32"  # what `--dtype auto` comes to on a CPU
     report = json.loads((output / "data_report.json").read_text())
     (source,) = report["sources"]
     assert source["rows_read"] == 60
