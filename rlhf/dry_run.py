@@ -17,7 +17,8 @@ from engine.memory import estimate_memory
 from engine.precision import compute_dtype
 from rlhf.arguments import STAGE_PARSERS
 from rlhf.dry_run_models import Planned, planned_models
-from rlhf.ppo_options import answers_per_iteration, resolve_options
+from rlhf.ppo_options import answers_per_iteration, count_ppo_steps, resolve_options
+from rlhf.training import count_steps
 
 GIB = 1024**3
 PART = {"sft": 0, "reward": 1, "dpo": 1, "ppo": 2}  # of --data_split
@@ -94,16 +95,14 @@ def _steps(stage: str, args: Namespace, ranks: int) -> list[str]:
     if rows is None:
         limit = f"at most --max_steps {args.max_steps}" if args.max_steps else "known when the data is read"
         return [*lines, f"optimizer steps: {limit}"]
-    if stage == "ppo":
-        answers, prompts = answers_per_iteration(args), args.per_device_generation_batch_size * args.generation_batches
-        micro = args.ppo_epochs * -(-answers // args.per_device_training_batch_size)
-        batches = rows // (prompts * ranks) * micro
-    else:
-        batches = rows // (args.per_device_train_batch_size * ranks)
-    steps = args.num_train_epochs * batches // args.gradient_accumulation_steps
-    if steps == 0:
-        return [*lines, f"optimizer steps: none, {rows} rows are too few for one update"]
-    steps = min(steps, args.max_steps) if args.max_steps else steps
+    try:
+        if stage == "ppo":
+            prompts = args.per_device_generation_batch_size * args.generation_batches
+            steps = count_ppo_steps(rows // (prompts * ranks), answers_per_iteration(args), args)
+        else:
+            steps = count_steps(rows // (args.per_device_train_batch_size * ranks), args)
+    except ValueError as error:
+        return [*lines, f"about {rows} rows: {error}"]
     return [*lines, f"about {rows} rows x {args.num_train_epochs} epochs make {steps} optimizer steps"]
 
 

@@ -16,7 +16,8 @@ from rlhf.architectures import architecture
 from rlhf.choices import CRITIC_FREE
 from rlhf.lora import Lora, actor_lora, add_adapters, critic_lora, lora_of
 from rlhf.models import ScoreModel
-from rlhf.ppo_options import uses_reward_model
+from rlhf.ppo_configs import actor_config, critic_config, reference_config, reward_config
+from rlhf.ppo_options import shares_reference, uses_reward_model
 from rlhf.training import inference_config, train_config
 
 
@@ -68,33 +69,16 @@ def planned_models(stage: str, args: Namespace, stand_ins: Mapping[str, str]) ->
 
 
 def _ppo(args: Namespace, stand_ins: Mapping[str, str]) -> list[Planned]:
-    micro_batch = args.per_device_training_batch_size
-    rates = {"learning_rate": 0.0, "weight_decay": 0.0, "total_steps": 1}
-    actor, critic = (
-        train_config(args, zero_stage=stage, micro_batch=micro_batch, offload=args.offload or offload, **rates)
-        for stage, offload in (
-            (args.actor_zero_stage, args.actor_offload),
-            (args.critic_zero_stage, args.critic_offload),
-        )
-    )
-    actor["hybrid_engine"] = {"enabled": True, "inference_tp_size": args.inference_tp_size}
-    reference, reward = (
-        inference_config(args, zero_stage=stage, micro_batch=micro_batch, offload=offload)
-        for stage, offload in (
-            (args.actor_zero_stage, args.offload_reference_model),
-            (args.critic_zero_stage, args.offload_reward_model),
-        )
-    )
     actor_path = _known(args.actor_model_name_or_path, stand_ins)
-    models = [_planned("actor", actor_path, actor, lora=actor_lora(args))]
-    if not (args.actor_lora_dim and args.only_optimize_lora):
-        models.append(_planned("reference", actor_path, reference))
+    models = [_planned("actor", actor_path, actor_config(args, 1), lora=actor_lora(args))]
+    if not shares_reference(args):
+        models.append(_planned("reference", actor_path, reference_config(args)))
     if args.advantage_estimator not in CRITIC_FREE:
-        critic_path = _known(args.critic_model_name_or_path, stand_ins)
-        models.append(_planned("critic", critic_path, critic, score=True, lora=critic_lora(args)))
+        path = _known(args.critic_model_name_or_path, stand_ins)
+        models.append(_planned("critic", path, critic_config(args, 1), score=True, lora=critic_lora(args)))
     if uses_reward_model(args):
-        reward_path = _known(args.reward_model_name_or_path, stand_ins)
-        models.append(_planned("reward model", reward_path, reward, score=True))
+        path = _known(args.reward_model_name_or_path, stand_ins)
+        models.append(_planned("reward model", path, reward_config(args), score=True))
     return models
 
 

@@ -12,11 +12,12 @@ import engine
 from rlhf.choices import CRITIC_FREE
 from rlhf.lora import WithoutAdapters, actor_lora, critic_lora
 from rlhf.models import is_score_model, load_actor, load_score_model, load_tokenizer, new_score_model
-from rlhf.ppo_options import uses_reward_model
+from rlhf.ppo_configs import actor_config, critic_config, reference_config, reward_config
+from rlhf.ppo_options import shares_reference, uses_reward_model
 from rlhf.retokenize import Retokenizer, same_tokens
 from rlhf.rollout import Models
 from rlhf.scoring import Scorer, function_source, http_source
-from rlhf.training import checkpoint_folder, inference_config, save_model, train_config, training_engine
+from rlhf.training import checkpoint_folder, save_model, training_engine
 
 
 def load_models(args: Namespace, total_steps: int, tokenizer: Any) -> Models:
@@ -24,39 +25,18 @@ def load_models(args: Namespace, total_steps: int, tokenizer: Any) -> Models:
 
     Dropout is off in all of them unless asked for by flag: with it the first ratio would not be 1.
     """
-    micro_batch = args.per_device_training_batch_size
-    hybrid = {
-        "enabled": True,
-        "max_out_tokens": args.max_prompt_seq_len + args.max_answer_seq_len,
-        "inference_tp_size": args.inference_tp_size,
-        "release_inference_cache": args.release_inference_cache,
-        "pin_parameters": not args.unpin_actor_parameters,
-        "tp_gather_partition_size": args.tp_gather_partition_size,
-    }
     actor_path = args.actor_model_name_or_path
     actor = training_engine(
         load_actor(actor_path, dropout=args.actor_dropout or 0.0),
-        train_config(
-            args,
-            zero_stage=args.actor_zero_stage,
-            micro_batch=micro_batch,
-            learning_rate=args.actor_learning_rate,
-            weight_decay=args.actor_weight_decay,
-            total_steps=total_steps,
-            hybrid_engine=hybrid,
-            offload=args.offload or args.actor_offload,
-        ),
+        actor_config(args, total_steps),
         path=actor_path,
         gradient_checkpointing=args.actor_gradient_checkpointing,
         lora=actor_lora(args),
     )
-    if args.actor_lora_dim and args.only_optimize_lora:
+    if shares_reference(args):
         reference = WithoutAdapters(actor)
     else:
-        reference_config = inference_config(
-            args, zero_stage=args.actor_zero_stage, micro_batch=micro_batch, offload=args.offload_reference_model
-        )
-        reference = engine.initialize(load_actor(actor_path, dropout=0.0), reference_config)
+        reference = engine.initialize(load_actor(actor_path, dropout=0.0), reference_config(args))
     models = Models(actor=actor, reference=reference, critic=None, scorer=load_scorer(args, tokenizer))
     if args.advantage_estimator not in CRITIC_FREE:
         models.critic_tokenizer = load_tokenizer(args.critic_model_name_or_path)
@@ -82,15 +62,7 @@ def load_critic(args: Namespace, total_steps: int, tokenizer: Any) -> engine.Eng
         torch.nn.init.zeros_(module.head.weight)
     return training_engine(
         module,
-        train_config(
-            args,
-            zero_stage=args.critic_zero_stage,
-            micro_batch=args.per_device_training_batch_size,
-            learning_rate=args.critic_learning_rate,
-            weight_decay=args.critic_weight_decay,
-            total_steps=total_steps,
-            offload=args.offload or args.critic_offload,
-        ),
+        critic_config(args, total_steps),
         path=path,
         gradient_checkpointing=args.critic_gradient_checkpointing,
         lora=critic_lora(args),
@@ -102,13 +74,7 @@ def load_scorer(args: Namespace, tokenizer: Any) -> Scorer:
     scorer = Scorer(tokenizer, model_weight=args.reward_model_weight)
     if uses_reward_model(args):
         path = args.reward_model_name_or_path
-        config = inference_config(
-            args,
-            zero_stage=args.critic_zero_stage,
-            micro_batch=args.per_device_training_batch_size,
-            offload=args.offload_reward_model,
-        )
-        scorer.model = engine.initialize(load_score_model(path, dropout=0.0), config)
+        scorer.model = engine.initialize(load_score_model(path, dropout=0.0), reward_config(args))
         own = load_tokenizer(path)
         scorer.words = None if same_tokens(tokenizer, own) else Retokenizer(tokenizer, own)
     sources = []

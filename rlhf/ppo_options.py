@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rlhf.choices import CRITIC_FREE, GROUPED
+from rlhf.training import count_steps
 
 GROUP_SIZE = 8  # answers a prompt of grpo and rloo when not said
 
@@ -41,6 +42,11 @@ def resolve_options(args: Namespace) -> None:
 def uses_reward_model(args: Namespace) -> bool:
     """A reward model scores where one is named, and where nothing else does."""
     return bool(args.reward_model_name_or_path) or not (args.reward_fn or args.reward_url)
+
+
+def shares_reference(args: Namespace) -> bool:
+    """The reference is the actor without its adapters, where they are all that trains of it."""
+    return bool(args.actor_lora_dim) and args.only_optimize_lora
 
 
 def _resolve_models(args: Namespace) -> None:
@@ -82,3 +88,24 @@ def _check_budget(args: Namespace) -> None:
 def answers_per_iteration(args: Namespace) -> int:
     """One rank's answers between two updates of the sampling policy."""
     return args.per_device_generation_batch_size * args.generation_batches * args.num_samples_per_prompt
+
+
+def count_ppo_steps(iterations_per_epoch: int | None, answers: int, args: Namespace) -> int:
+    """Optimizer steps of the run: whole accumulation windows over all iterations, at most `--max_steps`.
+
+    Raises:
+        ValueError: there is not one whole step in the data, or a stream without `--max_steps`.
+    """
+    if iterations_per_epoch is None:
+        return count_steps(None, args)
+    micro = args.ppo_epochs * -(-answers // args.per_device_training_batch_size)
+    steps = args.num_train_epochs * iterations_per_epoch * micro // args.gradient_accumulation_steps
+    if steps == 0:
+        raise ValueError(
+            f"the prompts make {iterations_per_epoch} batch(es) of {answers} answers a process, too few for one "
+            "optimizer step: lower --per_device_generation_batch_size or --gradient_accumulation_steps"
+        )
+    limits = [args.max_steps] if args.max_steps else []
+    if args.enable_test_mode:
+        limits.append(max(1, args.test_stop_step))
+    return min(steps, *limits) if limits else steps

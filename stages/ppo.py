@@ -32,14 +32,14 @@ from rlhf.micro_batches import Cut, update_parts
 from rlhf.models import load_tokenizer
 from rlhf.ppo_metrics import StepMetrics
 from rlhf.ppo_models import load_models, resume, save, save_models
-from rlhf.ppo_options import answers_per_iteration, resolve_options
+from rlhf.ppo_options import answers_per_iteration, count_ppo_steps, resolve_options
 from rlhf.ppo_update import update
 from rlhf.progress import Progress
 from rlhf.ptx import PTX, text_source
 from rlhf.rollout import Rollout, generate, judge
 from rlhf.score_scale import ScoreScale
 from rlhf.stage_data import load_data, report_stream
-from rlhf.training import count_steps, is_due, refuse_to_bury
+from rlhf.training import is_due, refuse_to_bury
 
 EMA_BETA = 0.992
 
@@ -149,27 +149,6 @@ def main(argv: list[str] | None = None) -> None:
     report_stream(data, args)
     writer.close()
     write_run_json(args.output_dir, args, status="complete")
-
-
-def count_ppo_steps(iterations_per_epoch: int | None, answers: int, args: Namespace) -> int:
-    """Optimizer steps of the run: whole accumulation windows over all iterations, at most `--max_steps`.
-
-    Raises:
-        ValueError: there is not one whole step in the data, or a stream without `--max_steps`.
-    """
-    if iterations_per_epoch is None:
-        return count_steps(None, args)
-    micro = args.ppo_epochs * -(-answers // args.per_device_training_batch_size)
-    steps = args.num_train_epochs * iterations_per_epoch * micro // args.gradient_accumulation_steps
-    if steps == 0:
-        raise ValueError(
-            f"the prompts make {iterations_per_epoch} batch(es) of {answers} answers a process, too few for one "
-            "optimizer step: lower --per_device_generation_batch_size or --gradient_accumulation_steps"
-        )
-    limits = [args.max_steps] if args.max_steps else []
-    if args.enable_test_mode:
-        limits.append(max(1, args.test_stop_step))
-    return min(steps, *limits) if limits else steps
 
 
 def is_over(iteration: int, iterations_per_epoch: int | None, args: Namespace) -> bool:

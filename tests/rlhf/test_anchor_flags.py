@@ -115,6 +115,7 @@ TABLE = {
         "enable_ema": (SWITCH, False),
         "enable_mixed_precision_lora": (SWITCH, False),
         "tensorboard_path": (str, "step3_tensorboard"),
+        "align_overflow": (SWITCH, False),
         "print_answers": (SWITCH, False),
         "print_answers_interval": (int, 1),
         "enable_test_mode": (SWITCH, False),

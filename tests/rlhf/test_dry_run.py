@@ -99,6 +99,15 @@ def test_batches():
     assert "3 micro-batches x 2 epochs / 3 = 2 updates an iteration" in text
 
 
+def test_estimators_without_a_critic_and_rewards_without_a_model():
+    names = {"actor_model_name_or_path": "facebook/opt-125m", "reward_fn": "judge.py:score"}
+    text = planned("ppo", 2, **names, advantage_estimator="grpo", per_device_generation_batch_size=2)
+    assert "2 prompts x 8 answers x 1 generation batches x 2 processes = 32 answers an iteration" in text
+    assert not re.search(r"^ +(critic|reward model) ", text, flags=re.M) and "reference" in text
+    with pytest.raises(ValueError, match="nothing scores the answers"):
+        planned("ppo", actor_model_name_or_path="facebook/opt-125m", advantage_estimator="rloo")
+
+
 @pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ppo"])
 def test_the_steps_told_are_the_steps_taken(stage, tmp_path, capsys):
     data = write_rows(tmp_path / "rows.jsonl")
@@ -128,6 +137,12 @@ def test_hub_data_is_not_looked_at(capsys):
     text = planned("sft", **names)
     assert "Dahoas/rm-static: on the hub, not looked at" in text and "known when the data is read" in text
     assert "at most --max_steps 7" in planned("sft", **names, max_steps=7)
+
+
+def test_too_few_rows_are_told(tmp_path):
+    data = write_rows(tmp_path / "rows.jsonl", count=9)
+    text = planned("sft", 64, model_name_or_path="facebook/opt-125m", data_path=data)
+    assert "about 1 rows: 1 epoch(s) of 0 micro-batch(es) make no optimizer step" in text
 
 
 @pytest.mark.parametrize(
