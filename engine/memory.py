@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine.config import EngineConfig, OffloadConfig
+from engine.config import EngineConfig, OffloadConfig, ZeroConfig
 from engine.optimizers import build_optimizer, state_tensors
 from engine.precision import compute_dtype, fp32_modules
 from engine.replicated import ReplicatedParameters
@@ -39,7 +39,8 @@ class MemoryEstimate:
     `moments`: the optimizer's own state.
     `working`: what exists only while a layer runs, at the fullest moment of backward: at stage 3 gathered
     copies of the layer, of the one fetched ahead of it and of what is in no layer (an embedding and a head that
-    are not tied count as layers); at stages 2 and 3 the layer's fp32 gradient on its way to its ranks.
+    are not tied count as layers), with `zero_hpz_partition_size` also what the group keeps of the layers between
+    forward and backward; at stages 2 and 3 the layer's fp32 gradient on its way to its ranks.
     `host`: how much of all these lies in the CPU's memory when they are offloaded from a device.
     """
 
@@ -114,7 +115,7 @@ def estimate_memory(
         masters=0 if stage == 3 else shards,
         gradients=gradients,
         moments=moments,
-        working=_working(sizes, stage),
+        working=_working(sizes, config.zero_optimization, world_size),
         host=shards + moments + (0 if whole_gradients else gradients) if _offloads(config) else 0,
     )
 
@@ -202,14 +203,19 @@ def _sizes_of_number(numel: int, largest_layer: int, world_size: int, compute: i
     )
 
 
-def _working(sizes: _Sizes, stage: int) -> int:
+def _working(sizes: _Sizes, zero: ZeroConfig, world_size: int) -> int:
+    stage = zero.stage
     if stage == 3:  # backward begins with the head, goes through the layers and ends with the embedding
+        group = zero.zero_hpz_partition_size
+        # with hpZ each group keeps one copy of what it gathered in forward until backward gathers it again
+        share = 1 / group if 1 < group < world_size else 0
+        between = sizes.whole - sizes.rest - sizes.head
         with_gradient = (
-            sizes.head + sizes.layer + FP32_BYTES * sizes.head_gradient,
-            sizes.two_layers + FP32_BYTES * sizes.layer_gradient,
+            sizes.head + sizes.layer + share * (between - sizes.layer) + FP32_BYTES * sizes.head_gradient,
+            sizes.two_layers + share * (between - sizes.two_layers) + FP32_BYTES * sizes.layer_gradient,
             sizes.embedding + FP32_BYTES * (sizes.embedding_gradient + sizes.rest_gradient),
         )
-        return sizes.rest + max(with_gradient)
+        return sizes.rest + int(max(with_gradient))
     if stage == 2:  # a unit's copy is freed as its gradient leaves
         in_a_layer = FP32_BYTES * sizes.layer_gradient - sizes.layer - sizes.head
         return max(0, in_a_layer, FP32_BYTES * sizes.head_gradient)

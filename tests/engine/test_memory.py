@@ -179,9 +179,10 @@ def everything_held() -> int:
     return bytes_of(found + [o.grad for o in found if o.is_leaf and o.grad is not None])
 
 
-def measure_one(world, stage, bf16, frozen):
+def measure_one(world, stage, bf16, frozen, group=1):
     """Most bytes held at once in an update with moments and an accumulation window; bytes of moments."""
-    config = config_for(stage, bf16=bf16, accumulation=2)
+    zero = {"stage": stage, "zero_hpz_partition_size": group}
+    config = config_for(stage, bf16=bf16, accumulation=2, zero_optimization=zero)
     batch = token_batch(1, length=4, vocab=VOCAB)
     before = everything_held()
     eng = engine.initialize(medium_llama(frozen), config)
@@ -216,7 +217,10 @@ MEASURED = list(itertools.product((0, 1, 2, 3), (False, True), (False, True)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "cases"), [(2, MEASURED), (4, [case for case in MEASURED if not case[2]])])
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [(2, MEASURED), (4, [*(case for case in MEASURED if not case[2]), (3, False, False, 2), (3, True, False, 2)])],
+)
 def test_a_real_rank_holds_what_was_estimated(world, cases):
     results = run_ranks(measure, world, cases, timeout=300)[0]
     for case, (held, moments, estimate) in zip(cases, results, strict=True):
