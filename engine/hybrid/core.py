@@ -91,32 +91,32 @@ class Core:
         prompts: list[torch.Tensor],
         prompt_of: list[int],
         keys: list[int],
-        max_new_tokens: int,
+        limits: list[int],
         sampling: Sampling,
         *,
         reserve: int = 0,
         on_token: OnToken | None = None,
     ) -> Answers:
-        """Answer requests that every rank of the tensor-parallel group knows."""
+        """Answer requests that every rank of the tensor-parallel group knows: see `scheduler.generate`."""
         if self.model is None:
             return passthrough.generate(
-                self.replica, prompts, prompt_of, keys, max_new_tokens, sampling, on_token=on_token
+                self.replica, prompts, prompt_of, keys, limits, sampling, on_token=on_token
             )
         return scheduler.generate(
-            self.model, prompts, prompt_of, keys, max_new_tokens, sampling, reserve=reserve, on_token=on_token
+            self.model, prompts, prompt_of, keys, limits, sampling, reserve=reserve, on_token=on_token
         )
 
-    def check_positions(self, longest_prompt: int, max_new_tokens: int) -> None:
+    def check_positions(self, prompt: int, answer: int) -> None:
         """A table of learned positions ends somewhere; rotary ones and ALiBi do not.
 
         Raises:
             ValueError: prompt + answer go beyond it.
         """
         limit = self.model.decoder.max_positions if self.model is not None else None
-        if limit is not None and longest_prompt + max_new_tokens > limit:
+        if limit is not None and prompt + answer > limit:
             raise ValueError(
-                f"prompt ({longest_prompt}) + max_new_tokens ({max_new_tokens}) = {longest_prompt + max_new_tokens} "
-                f"tokens exceed the {limit} positions that this {self.config.model_type} model has"
+                f"prompt ({prompt}) + max_new_tokens ({answer}) = {prompt + answer} tokens exceed the {limit} "
+                f"positions that this {self.config.model_type} model has"
             )
 
 

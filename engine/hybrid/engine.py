@@ -11,8 +11,10 @@ from engine.engine import Engine
 from engine.hybrid.core import Core
 from engine.hybrid.requests import (
     GenerateOutput,
+    answer_limits,
     assemble,
     check_call,
+    longest_pair,
     no_answers,
     padding_id,
     request_keys,
@@ -51,7 +53,7 @@ class HybridEngine(Engine):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         do_sample: bool = False,
         temperature: float = 1.0,
         top_k: int = 0,
@@ -68,7 +70,7 @@ class HybridEngine(Engine):
         Args:
             input_ids: `[B, P]` token ids, usually padded left.
             attention_mask: `[B, P]`, 1 or True on real tokens; all real without it.
-            max_new_tokens: the longest answer, in tokens.
+            max_new_tokens: the longest answer, in tokens; one number, or one for each prompt.
             do_sample: sample at `temperature`; else take the most likely token.
             top_k, top_p: cut the distribution to the k most likely tokens, then to the smallest set that holds
                 `top_p` of what is left; 0 and 1 cut nothing.
@@ -89,19 +91,23 @@ class HybridEngine(Engine):
         generation_config = getattr(self.module, "generation_config", None)
         stop = stop_ids(core.config, generation_config, eos_token_id)
         sampling = Sampling(do_sample, temperature, top_k or 0, top_p, min_new_tokens or 0, stop)
-        check_call(sampling, max_new_tokens, num_return_sequences)
+        check_call(sampling, num_return_sequences)
         prompts = unpad(input_ids, attention_mask)
+        limits = answer_limits(max_new_tokens, len(prompts))
         # over all ranks, so that all of them raise where one has to
-        longest = int(distributed.all_reduce_max([max(map(len, prompts), default=0)])[0])
-        if longest + max_new_tokens > settings.max_out_tokens:
+        prompt, answer = longest_pair(prompts, limits)
+        needed = int(distributed.all_reduce_max([prompt + answer])[0])
+        prompt = int(distributed.all_reduce_max([prompt if prompt + answer == needed else 0])[0])
+        answer = needed - prompt
+        if needed > settings.max_out_tokens:
             raise ValueError(
-                f"prompt ({longest} tokens) + max_new_tokens ({max_new_tokens}) = {longest + max_new_tokens} exceed "
+                f"prompt ({prompt} tokens) + max_new_tokens ({answer}) = {needed} exceed "
                 f"hybrid_engine.max_out_tokens={settings.max_out_tokens}: raise it, or shorten one of them"
             )
-        core.check_positions(longest, max_new_tokens)
+        core.check_positions(prompt, answer)
         keys = request_keys(seed, len(prompts), num_return_sequences, distributed.rank())
         core.sync(self.weights_version)
-        answers = self._pooled(prompts, keys, num_return_sequences, max_new_tokens, sampling)
+        answers = self._pooled(prompts, keys, num_return_sequences, limits, sampling)
         if settings.release_inference_cache:
             self.release_inference_cache()
         elif not settings.pin_parameters:
@@ -115,23 +121,25 @@ class HybridEngine(Engine):
         self._core.release()
 
     def _pooled(
-        self, prompts: list[torch.Tensor], keys: list[int], samples: int, max_new_tokens: int, sampling: Sampling
+        self, prompts: list[torch.Tensor], keys: list[int], samples: int, limits: list[int], sampling: Sampling
     ) -> Answers:
         """Answer the prompts of the whole tensor-parallel group together, and keep this rank's own."""
         tp = self._core.tp
-        pool = tp.gather_objects(([prompt.tolist() for prompt in prompts], keys)) if tp.size > 1 else None
+        pool = tp.gather_objects(([prompt.tolist() for prompt in prompts], keys, limits)) if tp.size > 1 else None
         if pool is not None:
-            prompts = [torch.tensor(ids, device=self.device) for part, _ in pool for ids in part]
-            keys = [key for _, part in pool for key in part]
+            prompts = [torch.tensor(ids, device=self.device) for part, _, _ in pool for ids in part]
+            keys = [key for _, part, _ in pool for key in part]
+            limits = [limit for _, _, part in pool for limit in part]
         else:
             prompts = [prompt.to(self.device) for prompt in prompts]
         if not prompts:
-            return no_answers(max_new_tokens, self.device)
+            return no_answers(self.device)
         prompt_of = [i for i in range(len(prompts)) for _ in range(samples)]
         reserve = self.config.hybrid_engine.max_out_tokens
-        answers = self._core.run(prompts, prompt_of, keys, max_new_tokens, sampling, reserve=reserve)
+        each = [limits[i] for i in prompt_of]
+        answers = self._core.run(prompts, prompt_of, keys, each, sampling, reserve=reserve)
         if pool is None:
             return answers
-        start = sum(len(part) for _, part in pool[: tp.rank])
+        start = sum(len(part) for _, part, _ in pool[: tp.rank])
         mine = slice(start, start + len(pool[tp.rank][1]))
         return Answers(answers.tokens[mine], answers.logprobs[mine], answers.lengths[mine])

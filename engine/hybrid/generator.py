@@ -13,8 +13,10 @@ from torch import nn
 from engine.hybrid.core import Core
 from engine.hybrid.requests import (
     GenerateOutput,
+    answer_limits,
     assemble,
     check_call,
+    longest_pair,
     no_answers,
     padding_id,
     request_keys,
@@ -41,7 +43,7 @@ class Generator:
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         do_sample: bool = False,
         temperature: float = 1.0,
         top_k: int = 0,
@@ -59,16 +61,17 @@ class Generator:
         generation_config = getattr(core.module, "generation_config", None)
         stop = stop_ids(core.config, generation_config, eos_token_id)
         sampling = Sampling(do_sample, temperature, top_k or 0, top_p, min_new_tokens or 0, stop)
-        check_call(sampling, max_new_tokens, num_return_sequences)
+        check_call(sampling, num_return_sequences)
         prompts = unpad(input_ids, attention_mask)
+        limits = answer_limits(max_new_tokens, len(prompts))
         keys = request_keys(seed, len(prompts), num_return_sequences, 0)
         if prompts:
-            core.check_positions(max(map(len, prompts)), max_new_tokens)
+            core.check_positions(*longest_pair(prompts, limits))
             core.sync(tuple((p.data_ptr(), p._version) for p in core.module.parameters()))
             prompt_of = [i for i in range(len(prompts)) for _ in range(num_return_sequences)]
-            answers = core.run(prompts, prompt_of, keys, max_new_tokens, sampling, on_token=on_token)
+            answers = core.run(prompts, prompt_of, keys, [limits[i] for i in prompt_of], sampling, on_token=on_token)
         else:
-            answers = no_answers(max_new_tokens, input_ids.device)
+            answers = no_answers(input_ids.device)
         pad = padding_id(core.config, generation_config, pad_token_id, stop)
         output = assemble(input_ids, answers, num_return_sequences, stop, pad)
         return output if return_dict_in_generate else output.sequences

@@ -21,13 +21,14 @@ from engine.hybrid.sources import Sources
 class _Chooser(LogitsProcessor):
     """Chooses and records every row's token, and hides all others from the loop's argmax."""
 
-    def __init__(self, keys: list[int], limit: int, sampling: Sampling, device, on_token: OnToken | None):
+    def __init__(self, keys: list[int], limits: list[int], sampling: Sampling, device, on_token: OnToken | None):
+        limit = max(limits)
         self.uniforms = uniforms(keys, limit, device) if sampling.do_sample else None
         self.sampling, self.on_token, self.step = sampling, on_token, 0
         rows = len(keys)
         self.tokens = torch.zeros(rows, limit, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(rows, limit, device=device)
-        self.lengths = torch.full((rows,), limit, dtype=torch.int64, device=device)
+        self.lengths = torch.tensor(limits, device=device)
         self.done = torch.zeros(rows, dtype=torch.bool, device=device)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -41,7 +42,7 @@ class _Chooser(LogitsProcessor):
                 if not done:
                     self.on_token(row, token)
         self.step += 1
-        stop = torch.zeros_like(self.done)
+        stop = self.lengths == self.step  # its limit, while it is not done
         for token in self.sampling.stop:
             stop |= tokens == token
         self.lengths[stop & ~self.done] = self.step
@@ -55,7 +56,7 @@ def generate(
     prompts: list[torch.Tensor],
     prompt_of: list[int],
     keys: list[int],
-    max_new_tokens: int,
+    limits: list[int],
     sampling: Sampling,
     *,
     on_token: OnToken | None = None,
@@ -68,9 +69,9 @@ def generate(
     for row, prompt in enumerate(prompts[p] for p in prompt_of):
         ids[row, longest - len(prompt) :] = prompt
         mask[row, longest - len(prompt) :] = 1
-    chooser = _Chooser(keys, max_new_tokens, sampling, device, on_token)
+    chooser = _Chooser(keys, limits, sampling, device, on_token)
     config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=max(limits),
         do_sample=False,
         num_beams=1,
         eos_token_id=list(sampling.stop) or None,

@@ -100,17 +100,41 @@ def assemble(
     return GenerateOutput(torch.cat((prompts, tokens.to(prompts.dtype)), dim=1), logprobs, answers.lengths, finished)
 
 
-def no_answers(max_new_tokens: int, device: torch.device) -> Answers:
+def no_answers(device: torch.device) -> Answers:
     return Answers(
-        torch.zeros(0, max_new_tokens, dtype=torch.int64, device=device),
-        torch.zeros(0, max_new_tokens, device=device),
+        torch.zeros(0, 0, dtype=torch.int64, device=device),
+        torch.zeros(0, 0, device=device),
         torch.zeros(0, dtype=torch.int64, device=device),
     )
 
 
-def check_call(sampling: Sampling, max_new_tokens: int, num_return_sequences: int) -> None:
+def answer_limits(max_new_tokens: int | Sequence[int], prompts: int) -> list[int]:
+    """The longest answer to each prompt.
+
+    Raises:
+        ValueError: one is below 1, or there are not as many as prompts.
+    """
+    if isinstance(max_new_tokens, int):
+        limits, least = [max_new_tokens] * prompts, max_new_tokens
+    else:
+        limits = [int(limit) for limit in max_new_tokens]
+        least = min(limits, default=1)
+    if least < 1:
+        raise ValueError(f"max_new_tokens={least} must be at least 1")
+    if len(limits) != prompts:
+        raise ValueError(
+            f"max_new_tokens has {len(limits)} entries for {prompts} prompts: give one number, or one a prompt"
+        )
+    return limits
+
+
+def longest_pair(prompts: list[torch.Tensor], limits: list[int]) -> tuple[int, int]:
+    """(prompt, answer) lengths of the request that needs the most room; zeros when there is none."""
+    pairs = [(len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)]
+    return max(pairs, key=sum, default=(0, 0))
+
+
+def check_call(sampling: Sampling, num_return_sequences: int) -> None:
     sampling.check()
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
     if num_return_sequences < 1:
         raise ValueError(f"num_return_sequences={num_return_sequences} must be at least 1")

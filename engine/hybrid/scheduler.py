@@ -26,7 +26,7 @@ OnToken = Callable[[int, int], None]
 
 @dataclass
 class Answers:
-    """`tokens`, `logprobs` `[requests, max_new_tokens]`, filled up to `lengths` `[requests]`."""
+    """`tokens`, `logprobs` `[requests, N]`, filled up to `lengths` `[requests]`; as wide as the longest limit."""
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
@@ -58,7 +58,7 @@ def generate(
     prompts: list[torch.Tensor],
     prompt_of: list[int],
     keys: list[int],
-    max_new_tokens: int,
+    limits: list[int],
     sampling: Sampling,
     *,
     reserve: int = 0,
@@ -68,12 +68,12 @@ def generate(
 
     Args:
         prompts: token ids `[length]` each, none empty, on the model's device.
-        prompt_of, keys: for each request the prompt it continues and its sampling key.
+        prompt_of, keys, limits: for each request the prompt it continues, its sampling key and its longest answer.
         reserve: positions of one sequence that the workspace is sized for at least.
         on_token: called for each token of each request in order.
     """
-    run = _Run(model, prompts, prompt_of, keys, max_new_tokens, sampling, on_token)
-    width = max(len(prompt) for prompt in prompts) + max_new_tokens
+    run = _Run(model, prompts, prompt_of, keys, limits, sampling, on_token)
+    width = max(len(prompts[p]) + limit for p, limit in zip(prompt_of, limits, strict=True))
     slots = min(len(keys), MAX_SLOTS, max(1, model.tp.smallest(model.workspace.room(width))))
     model.workspace.open(slots, width, reserve)
     while run.waiting or len(run.rows):
@@ -86,15 +86,16 @@ def generate(
 
 
 class _Run:
-    def __init__(self, model, prompts, prompt_of, keys, max_new_tokens, sampling, on_token):
+    def __init__(self, model, prompts, prompt_of, keys, limits, sampling, on_token):
         device = model.device
         self.model, self.prompts, self.prompt_of = model, prompts, prompt_of
-        self.limit, self.sampling, self.on_token = max_new_tokens, sampling, on_token
-        requests = len(keys)
-        self.uniforms = uniforms(keys, max_new_tokens, device) if sampling.do_sample else None
+        self.sampling, self.on_token = sampling, on_token
+        self.limits = torch.tensor(limits, device=device)
+        requests, longest = len(keys), max(limits)
+        self.uniforms = uniforms(keys, longest, device) if sampling.do_sample else None
         self.answers = Answers(
-            torch.zeros(requests, max_new_tokens, dtype=torch.int64, device=device),
-            torch.zeros(requests, max_new_tokens, device=device),
+            torch.zeros(requests, longest, dtype=torch.int64, device=device),
+            torch.zeros(requests, longest, device=device),
             torch.zeros(requests, dtype=torch.int64, device=device),
         )
         # prompts of like length enter together, which saves padding
@@ -198,7 +199,7 @@ class _Run:
     def _leave(self) -> None:
         """Let finished rows go, and close the gaps."""
         rows = self.rows
-        finished = rows.step >= self.limit
+        finished = rows.step >= self.limits[rows.request]
         for token in self.sampling.stop:
             finished |= rows.token == token
         if not finished.any():
@@ -216,4 +217,4 @@ class _Run:
         self.until_limit = self._until_limit()
 
     def _until_limit(self) -> int:
-        return int(self.limit - self.rows.step.max()) if len(self.rows) else 0
+        return int((self.limits[self.rows.request] - self.rows.step).min()) if len(self.rows) else 0

@@ -121,6 +121,14 @@ def slices_are_bitwise(rank, world, tp):
     return got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
 
 
+def limited(rank, tp):
+    eng = engine.initialize(tiny.build(tiny.llama()), config(3, tp))
+    limits = [2, 5] if rank == 0 else [6, 1, 3]
+    ids = torch.full((len(limits), 4), 5 + rank)
+    output = eng.generate(ids, max_new_tokens=limits, eos_token_id=[], return_dict_in_generate=True)
+    return output.lengths.tolist()
+
+
 def two_ranks(rank, world):
     results = {"families": over_families(rank, world, tiny_families(), 3, 2)}
     results["stages"] = over_stages(rank, world, [(0, 2), (1, 1), (2, 2), (3, 1), (3, 2)])
@@ -128,6 +136,7 @@ def two_ranks(rank, world):
     results["bitwise"] = [slices_are_bitwise(rank, world, tp) for tp in (1, 2)]
     results["lengths"] = early_end(rank)
     results["seeds"] = sampled(rank)
+    results["limits"] = [limited(rank, tp) for tp in (1, 2)]
     results["refused"] = refused_together(rank)
     own = engine.initialize(tiny.build(tiny.NO_ADAPTER), config(3))
     results["own forward"] = same_tokens(own, tiny.NO_ADAPTER, rank)
@@ -206,6 +215,10 @@ def test_seeds_do_not_depend_on_tensor_parallelism(two):
     first, second = two[0]["seeds"], two[1]["seeds"]
     assert first[0] == first[1] and second[0] == second[1]
     assert first[0] != second[0]
+
+
+def test_limits_stay_with_their_prompts_in_the_pool(two):
+    assert [result["limits"] for result in two] == [[[2, 5]] * 2, [[6, 1, 3]] * 2]
 
 
 def test_a_prompt_too_long_on_one_rank_is_refused_on_all(two):

@@ -108,6 +108,10 @@ def test_a_family_without_an_adapter_runs_its_own_forward(caplog):
     sampled = generator.generate(ids, mask, max_new_tokens=4, do_sample=True, seed=1, return_dict_in_generate=True)
     again = generator.generate(ids, mask, max_new_tokens=4, do_sample=True, seed=1)
     assert torch.equal(sampled.sequences, again)
+    limited = generator.generate(
+        ids, mask, max_new_tokens=[4, 1, 3, 2, 4], eos_token_id=[], return_dict_in_generate=True
+    )
+    assert limited.lengths.tolist() == [4, 1, 3, 2, 4]
     table = tiny.forward_logprobs(model, sampled.sequences, mask, 9)
     expected = table.gather(2, sampled.sequences[:, 9:, None]).squeeze(2)
     inside = torch.arange(expected.shape[1]) < sampled.lengths[:, None]

@@ -54,6 +54,32 @@ def test_finished_sequences_cost_nothing(monkeypatch):
     assert sum(rows) == int(output.lengths.sum()) - len(ids)
 
 
+LIMITS = [5, 1, 12, 3, 7]
+
+
+@pytest.mark.parametrize("slots", [2, 128])
+def test_each_prompt_may_have_a_limit_of_its_own(slots, monkeypatch):
+    """Each answer is what it is with that limit for all, seeds included."""
+    monkeypatch.setattr(scheduler, "MAX_SLOTS", slots)
+    generator = Generator(tiny.build(tiny.llama()))
+    ids, mask = tiny.batch()
+    settings = dict(do_sample=True, seed=list(range(5)), eos_token_id=[], return_dict_in_generate=True)
+    whole = generator.generate(ids, mask, max_new_tokens=12, **settings)
+    output = generator.generate(ids, mask, max_new_tokens=LIMITS, **settings)
+    assert output.lengths.tolist() == LIMITS
+    for row, limit in enumerate(LIMITS):
+        end = ids.shape[1] + limit
+        assert torch.equal(output.sequences[row, :end], whole.sequences[row, :end])
+        torch.testing.assert_close(output.logprobs[row, :limit], whole.logprobs[row, :limit], atol=1e-5, rtol=0)
+        assert not output.logprobs[row, limit:].any()
+    twice = generator.generate(ids, mask, max_new_tokens=LIMITS, num_return_sequences=2, **settings)
+    assert twice.lengths.tolist() == [limit for limit in LIMITS for _ in range(2)]
+    with pytest.raises(ValueError, match="max_new_tokens has 2 entries for 5 prompts"):
+        generator.generate(ids, mask, max_new_tokens=[3, 4])
+    with pytest.raises(ValueError, match="max_new_tokens=0 must be at least 1"):
+        generator.generate(ids, mask, max_new_tokens=[3, 4, 0, 1, 1])
+
+
 def test_samples_of_one_prompt_share_its_reading(monkeypatch):
     model = tiny.build(tiny.llama())
     ids, mask = tiny.batch()
