@@ -111,6 +111,12 @@ def rank_main(
         dist.destroy_process_group()
 
 
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
 def peak_bytes() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
@@ -122,9 +128,7 @@ def run(ranks: int, args: argparse.Namespace, dtype: str, only: str | None = Non
     # forked from a server that has imported everything once: seconds less for each of many short runs
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bench.zero_peers", "transformers.models.llama.modeling_llama"])
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     ours, theirs = context.Pipe(duplex=False)
     processes = [
         context.Process(target=rank_main, args=(rank, ranks, port, args, dtype, only, theirs)) for rank in range(ranks)
