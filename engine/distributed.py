@@ -6,7 +6,9 @@ answers for that world, so that callers never branch on whether torch.distribute
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from engine.peers import collective
 
 DEFAULT_TIMEOUT_SECONDS = 1800
+SETTLE_SECONDS = 0.1
 
 
 def init_distributed(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
@@ -44,6 +47,7 @@ def init_distributed(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
         device_id = torch.device("cuda", local_rank())
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), device_id=device_id)
+    atexit.register(_settle)
 
 
 def require_process_group() -> None:
@@ -51,6 +55,16 @@ def require_process_group() -> None:
     if not is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(_settle)
+
+
+def _settle() -> None:
+    """Let gloo's threads drop the tensors of the last collectives before the interpreter goes away.
+
+    A thread that does so later asks for a lock of the interpreter that is gone, and takes the whole process down
+    with "terminate called without an active exception", after all its work was done.
+    """
+    time.sleep(SETTLE_SECONDS)
 
 
 def is_initialized() -> bool:
