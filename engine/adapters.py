@@ -28,9 +28,12 @@ class Factors:
     scaling: float
     flipped: bool
 
-    def product(self) -> torch.Tensor:
-        """`scaling * B @ A` in fp32, laid out as the weight is. The factors are thin: sharded ones are gathered."""
-        return _product(_full(self.a), _full(self.b), self.scaling, self.flipped)
+    def product(self, rows: slice = slice(None)) -> torch.Tensor:
+        """`rows` of `scaling * B @ A` in fp32, laid out as the weight is. The factors are thin: sharded ones are
+        gathered."""
+        a, b = _full(self.a), _full(self.b)
+        a, b = (a[:, rows], b) if self.flipped else (a, b[rows])
+        return _product(a, b, self.scaling, self.flipped)
 
 
 def plain_name(name: str) -> str:

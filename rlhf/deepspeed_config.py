@@ -76,18 +76,30 @@ def words(path: str | Path, known: Collection[str]) -> list[str]:
 def lay_over(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
     """The engine's config that the flags make, with the rest of the file over it.
 
-    A schedule in the file takes the place of the flags' as a whole. The file's other sections are merged key by key;
-    what flags stand for is theirs, since they were read with the file's values.
+    A schedule in the file takes the place of the flags' as a whole ("auto" in it is what the flags say). The file's
+    other sections are merged key by key; what flags stand for is theirs, since they were read with its values.
     """
     content = read(path)
     merged = _merge(config, content)
     if _value(content, "scheduler.type") not in (None, AUTO):
-        merged["scheduler"] = content["scheduler"]
+        merged["scheduler"] = _schedule(content["scheduler"], config)
     for key in (*FLAGS, "bf16.enabled", "fp16.enabled", "hybrid_engine.enabled", *SWITCHES):
         value = _value(config, key)
         if value is not None:
             _set(merged, key, value)
     return merged
+
+
+def _schedule(section: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The file's schedule, its "auto" values those of the flags."""
+    auto = {
+        "warmup_max_lr": _value(config, "optimizer.params.lr"),
+        "warmup_num_steps": max(1, _value(config, "scheduler.params.num_warmup_steps")),
+        "total_num_steps": _value(config, "scheduler.params.num_training_steps"),
+    }
+    params = section.get("params") or {}
+    filled = {key: auto.get(key, value) if value == AUTO else value for key, value in params.items()}
+    return {**section, "params": filled}
 
 
 def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

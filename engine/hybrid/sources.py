@@ -72,11 +72,9 @@ class Sources:
         if isinstance(local, DTensor):
             local = local.to_local()
         local = local.reshape(local.shape[0], -1)
+        rows = slice(None) if source.owners is None else slice(*source.owners[torch.distributed.get_rank()][0])
         for factors in source.adapters:
-            product = factors.product()
-            if source.owners is not None:
-                product = product[slice(*source.owners[torch.distributed.get_rank()][0])]
-            local = local + product.to(local.dtype)
+            local = local + factors.product(rows).to(local.dtype)
         return local
 
     def whole(self, name: str) -> torch.Tensor:

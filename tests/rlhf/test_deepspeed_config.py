@@ -74,6 +74,14 @@ def test_a_schedule_in_the_file_replaces_the_flags_one(file):
     assert not config.fp16.enabled and config.fp16.loss_scale_window == 50
 
 
+def test_auto_in_a_schedule_is_what_the_flags_say(file):
+    params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+    words = file({"scheduler": {"type": "WarmupDecayLR", "params": params}})
+    words += ["--learning_rate", "2e-4", "--num_warmup_steps", "3"]
+    config = config_of(parse(sft_parser(), [*SFT, *words]))
+    assert config.scheduler.params == {"warmup_max_lr": 2e-4, "warmup_num_steps": 3, "total_num_steps": 10}
+
+
 def test_ppo_gives_both_models_what_the_file_says_and_only_the_actor_generates(file):
     content = {**CONTENT, "hybrid_engine": {"enabled": True, "inference_tp_size": 2, "pin_parameters": False}}
     args = parse(ppo_parser(), [*PPO, *file(content), "--critic_learning_rate", "1e-6"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.adapters import Factors
 from engine.hybrid.families import describe
 from engine.hybrid.layout import check_sizes, plan_layout
 from engine.hybrid.reshard import Swap
@@ -114,3 +115,14 @@ def test_adapters_are_merged_and_the_base_is_left_alone():
     merged = layer.base_layer.weight + 3.0 * (layer.lora_B["default"].weight @ layer.lora_A["default"].weight).T
     assert torch.allclose(slices(model, 0, 1)["0.qkv.weight"], merged.T, atol=1e-6)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_some_rows_of_an_adapters_product(flipped):
+    draw = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 5, generator=draw), torch.randn(7, 2, generator=draw)
+    product = 0.5 * (b @ a)
+    product = product.T if flipped else product
+    factors = Factors(a, b, 0.5, flipped)
+    torch.testing.assert_close(factors.product(), product)
+    torch.testing.assert_close(factors.product(slice(1, 4)), product[1:4])
