@@ -74,6 +74,14 @@ class MetricsWriter:
                     self._board.add_scalar(prefix + key, value, line["step"])
             self._board.flush()
 
+    def log_texts(self, step: int, name: str, texts: list[str]) -> None:
+        """Texts to look at in TensorBoard; nothing without it."""
+        if self._board is not None and texts:
+            # indented four spaces, Markdown shows them as they are
+            blocks = ("\n".join(f"    {line}" for line in text.splitlines()) for text in texts)
+            self._board.add_text(f"{self.stage}/{name}", "\n\n---\n\n".join(blocks), step)
+            self._board.flush()
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()

@@ -48,9 +48,9 @@ class Retokenizer:
         """For each of the actor's `response` tokens, the position in `whole` where the state before it is read."""
         text = decode_response(self.actor, response)
         start = len(encode_prompt(self.other, row))
-        written = [0, *known_characters(self.actor, response, text)]
+        written = [0, *(known for known, _ in _reach(self.actor, response, text))]
         # not the end token: the state before the actor's own end token must not know that the answer ends
-        ends = known_characters(self.other, whole[start : -1 if is_finished else None], text)
+        ends = [begun for _, begun in _reach(self.other, whole[start : -1 if is_finished else None], text)]
         places, inside = [], 0
         for characters in written[: len(response)]:
             while inside < len(ends) and ends[inside] <= characters:
@@ -59,14 +59,15 @@ class Retokenizer:
         return places
 
 
-def known_characters(tokenizer: Any, ids: Sequence[int], text: str) -> list[int]:
-    """How many characters of `text` are certain after each of its tokens; half a character is not."""
-    known, most = [], 0
+def _reach(tokenizer: Any, ids: Sequence[int], text: str) -> list[tuple[int, int]]:
+    """After each token, how many characters of `text` are known, and how many have begun: a token may be half one."""
+    reach, known, begun = [], 0, 0
     for end in range(1, len(ids) + 1):
         decoded = tokenizer.decode(ids[:end], skip_special_tokens=True).lstrip()
-        most = max(most, len(os.path.commonprefix([decoded, text])))
-        known.append(most)
-    return known
+        known = max(known, len(os.path.commonprefix([decoded, text])))
+        begun = max(begun, known + (len(decoded) > known))
+        reach.append((known, begun))
+    return reach
 
 
 def same_tokens(actor: Any, other: Any) -> bool:

@@ -36,12 +36,13 @@ from rlhf.ppo_options import answers_per_iteration, count_ppo_steps, resolve_opt
 from rlhf.ppo_update import update
 from rlhf.progress import Progress
 from rlhf.ptx import PTX, text_source
-from rlhf.rollout import Rollout, generate, judge
+from rlhf.rollout import Models, Rollout, generate, judge
 from rlhf.score_scale import ScoreScale
 from rlhf.stage_data import load_data, report_stream
 from rlhf.training import is_due, refuse_to_bury
 
 EMA_BETA = 0.992
+LOGGED_ANSWERS = 2  # of an evaluation; TensorBoard has --eval_samples
 
 
 @stage_main("ppo")
@@ -88,10 +89,10 @@ def main(argv: list[str] | None = None) -> None:
     writer = MetricsWriter(args.output_dir, "ppo", args, start_step=actor.global_steps)
     evaluator = Evaluator(data.eval, tokenizer, args, sampling, gold, cut)
     metrics = StepMetrics()
-    if iteration == 0:
-        writer.log_eval(0, evaluator.run(models, "before"))
 
     with Progress(total_steps, "PPO", start=actor.global_steps) as progress:
+        if iteration == 0:
+            evaluate(evaluator, models, writer, progress, "before")
         for epoch, numbers, items in prompts:
             if actor.global_steps >= total_steps or is_over(iteration, prompts.batches_per_epoch, args):
                 break
@@ -138,17 +139,29 @@ def main(argv: list[str] | None = None) -> None:
             kl.update(metrics.last_kl, answers * engine.distributed.world_size())
 
             if args.print_answers and iteration % args.print_answers_interval == 0:
-                progress.note(show(tokenizer, items[0], rollout))
+                progress.print(show(tokenizer, items[0], rollout))
             if is_due(iteration, args.eval_interval) and actor.global_steps < total_steps:
-                writer.log_eval(actor.global_steps, evaluator.run(models))
+                evaluate(evaluator, models, writer, progress)
             if is_due(iteration, args.save_interval) and actor.is_gradient_accumulation_start():
                 save(args, models, kept, iteration)
 
-    writer.log_eval(actor.global_steps, evaluator.run(models, "after"))
+        evaluate(evaluator, models, writer, progress, "after")
+
     save_models(args, models, tokenizer)
     report_stream(data, args)
     writer.close()
     write_run_json(args.output_dir, args, status="complete")
+
+
+def evaluate(
+    evaluator: Evaluator, models: Models, writer: MetricsWriter, progress: Progress, label: str | None = None
+) -> None:
+    """Figures to the metrics, answers to TensorBoard, the first few to the log."""
+    step = models.actor.global_steps
+    writer.log_eval(step, evaluator.run(models, label))
+    writer.log_texts(step, "eval_answers", evaluator.shown)
+    for text in evaluator.shown[:LOGGED_ANSWERS]:
+        progress.print(f"step {step}: {' '.join(text.split())}")
 
 
 def is_over(iteration: int, iterations_per_epoch: int | None, args: Namespace) -> bool:

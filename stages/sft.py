@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
             )
             progress.update(step, **shown)
             if args.print_loss:
-                progress.note(f"step {step}: loss {shown['loss']:.4f}")
+                progress.print(f"step {step}: loss {shown['loss']:.4f}")
             if is_due(step, eval_interval) or step == total_steps:
                 writer.log_eval(step, evaluate(eng, data.eval, collate_eval, args))
             if is_due(step, args.save_interval):

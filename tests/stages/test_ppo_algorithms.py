@@ -7,9 +7,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoTokenizer
 
+from rlhf.models import new_score_model
 from tests.helpers import run_ranks
 from tests.rlhf import tiny_models
+from tests.rlhf.test_retokenize import other
 from tests.stages.kit import PPO_SMALL, run, trained, write_rows
 
 GROUPED = {"num_samples_per_prompt": 3, "per_device_training_batch_size": 4}
@@ -117,3 +121,69 @@ def test_every_flag_of_the_losses_runs_in_one(tmp_path, data, rewards):
     assert all(line["tis_weight_mean"] == pytest.approx(1.0, abs=1e-3) or line["truncated_fraction"] == 1
                for line in metrics)  # fmt: skip
     assert metrics[0]["kl_loss"] == 0
+
+
+def test_critic_and_reward_model_may_speak_another_tokenizer(tmp_path, data):
+    words = other("bytes")
+    model = new_score_model(tiny_models.folder(seed=4), words, seed=4)
+    model.save_pretrained(tmp_path / "reward")
+    words.save_pretrained(tmp_path / "reward")
+    flags = {"critic_model_name_or_path": tmp_path / "reward", "per_device_generation_batch_size": 8, "max_steps": 3}
+    flags |= {"per_device_training_batch_size": 8, "normalize_scores": True}
+    whole = trained(ppo(tmp_path / "whole", data, **flags))
+    flags |= {"per_device_training_batch_size": 2, "gradient_accumulation_steps": 4}
+    parts = trained(ppo(tmp_path / "parts", data, **flags))
+    for left, right in zip(whole, parts, strict=True):
+        for name in ("score_mean", "value_mean", "critic_loss", "critic_grad_norm", "explained_variance"):
+            assert left[name] == pytest.approx(right[name], rel=1e-3, abs=1e-4), name
+    assert whole[0]["score_std"] > 0 and whole[-1]["critic_loss"] != whole[0]["critic_loss"]
+    saved = AutoTokenizer.from_pretrained(tmp_path / "whole" / "critic")
+    assert saved("Say red.")["input_ids"] == words("Say red.")["input_ids"]
+    actors = AutoTokenizer.from_pretrained(tmp_path / "whole" / "actor")
+    assert actors.get_vocab() == tiny_models.tokenizer().get_vocab()
+
+
+def two_rank_eval(rank, world, output, data, flags):
+    ppo(output, data, **flags)
+
+
+def test_evaluation_compares_with_the_reference_and_shows_answers(tmp_path, data, rewards, capsys):
+    """The score is the answer's length, and gold says whether it is above 12 characters."""
+    gold = tmp_path / "gold.py"
+    gold.write_text("def judge(prompt, answer): return float(len(answer) > 12)\n")
+    flags = {"reward_fn": f"{rewards}:length", "gold_fn": f"{gold}:judge", "advantage_estimator": "reinforce++"}
+    flags |= {"eval_fraction": 0.5, "actor_learning_rate": 0.01, "max_steps": 4, "eval_interval": 1}
+    flags |= {"actor_model_name_or_path": tiny_models.folder(), "enable_tensorboard": True, "save_interval": 1}
+    metrics = ppo(tmp_path / "one", data, **flags, print_answers=True)
+    evals = [line for line in metrics if line.get("eval")]
+    assert [line["step"] for line in evals] == [0, 2, 4]
+    assert evals[0]["win_rate"] == evals[0]["gold_win_rate"] == 0.5 and evals[0]["kl_ref"] == 0
+    reference = json.loads((tmp_path / "one/reference_eval.json").read_text())
+    assert len(reference["score"]) == evals[0]["prompts"] == 10
+    assert evals[0]["score_mean"] == pytest.approx(sum(reference["score"]) / 10)
+    samples = [json.loads(line) for line in (tmp_path / "one/samples.jsonl").read_text().splitlines()]
+    lengths = [(len(row["after"]), len(row["before"])) for row in samples]
+    by_hand = [(after > before) + (after == before) / 2 for after, before in lengths]
+    golds = [0.5 + (row["gold_after"] - row["gold_before"]) / 2 for row in samples]
+    ppo(tmp_path / "few", data, **flags, num_eval_prompts=8)
+    last = [json.loads(line) for line in (tmp_path / "few/metrics.jsonl").read_text().splitlines()][-1]
+    assert last["win_rate"] == pytest.approx(sum(by_hand) / 8) and last["win_rate"] != 0.5
+    assert last["gold_win_rate"] == pytest.approx(sum(golds) / 8)
+
+    out = capsys.readouterr().out
+    assert f"step 4: {' '.join(samples[0]['prompt'].split())} {samples[0]['after']}" in out.replace("  ", " ")
+    (events,) = (tmp_path / "one/tensorboard").iterdir()
+    reader = EventAccumulator(str(events))
+    reader.Reload()
+    texts = [event.tensor_proto.string_val[0].decode() for event in reader.Tensors("ppo/eval_answers/text_summary")]
+    assert len(texts) == 3 and samples[0]["after"] in texts[-1] and samples[0]["before"] in texts[0]
+
+    for file in (tmp_path / "one/checkpoints").rglob("latest"):
+        file.write_text("iteration1\n")
+    resumed = ppo(tmp_path / "one", data, **flags, resume=True)
+    assert [line for line in resumed if line.get("eval")][-1] == evals[-1]
+    run_ranks(two_rank_eval, 2, tmp_path / "two", data, {**flags, "per_device_generation_batch_size": 2,
+                                                         "per_device_training_batch_size": 1})  # fmt: skip
+    two = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").read_text().splitlines()]
+    first = next(line for line in two if line.get("eval"))
+    assert first == pytest.approx(evals[0])

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.chat import encode_dialogue, encode_prompt
 from tests.rlhf import tiny_models
-from tests.stages.kit import WORDS, run, trained
+from tests.stages.kit import WORDS, run, trained, write_rows
 
 
 def dialogue(number: int) -> list[dict[str, str]]:
@@ -60,3 +60,9 @@ def test_loss_and_perplexity_are_those_of_every_assistant_turn(tmp_path, pad):
         assert (line["loss"], line["tokens"]) == (pytest.approx(loss, abs=1e-5), tokens)
         assert line["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
     assert [line["step"] for line in metrics if line.get("eval")][0] == 0
+
+
+def test_print_loss_prints_every_step(tmp_path, capsys):
+    data = write_rows(tmp_path / "rows.jsonl")
+    (line,) = trained(run("sft", tmp_path / "sft", data, print_loss=True, max_steps=1, per_device_train_batch_size=4))
+    assert f"step 1: loss {line['loss']:.4f}\n" in capsys.readouterr().out
