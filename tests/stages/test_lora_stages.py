@@ -199,6 +199,20 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path, data):
         assert all(torch.equal(left[name], right[name]) for name in left), file
 
 
+def test_a_resumed_ppo_run_is_the_run_that_never_stopped(tmp_path, chain, data):
+    flags = {**PPO_SMALL, **PPO_LORA, **ppo_models(chain / "sft", chain / "reward"), "save_interval": 1}
+    flags["enable_ema"] = True
+    whole = trained(run("ppo", tmp_path / "whole", data, **flags))
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    for name in ("actor", "critic"):
+        (tmp_path / "cut/checkpoints" / name / "latest").write_text("iteration1")
+    resumed = trained(run("ppo", tmp_path / "cut", data, **flags, resume=True))
+    assert len(whole) == 4 and [line["kl_ref"] for line in resumed] == [line["kl_ref"] for line in whole]
+    for file in ("actor/adapter/adapter_model.safetensors", "actor_ema/model.safetensors", "critic/model.safetensors"):
+        left, right = load_file(tmp_path / "whole" / file), load_file(tmp_path / "cut" / file)
+        assert all(torch.equal(left[name], right[name]) for name in left), file
+
+
 def test_a_pattern_that_matches_nothing_shows_what_could(tmp_path, data):
     with pytest.raises(ValueError) as refusal:
         run("sft", tmp_path / "sft", data, **SMALL, lora_dim=2, lora_module_name="decoder.block.")
