@@ -1,8 +1,8 @@
 """``rlhf chat --path FOLDER``: talk to a model in the terminal.
 
 Answers appear as they are made, and earlier turns are remembered. ``/clear`` forgets them, ``/quit`` or
-Ctrl-D ends, Ctrl-C cuts an answer short. Lines piped into it are answered one after the other:
-``echo "Hello" | rlhf chat --path FOLDER``.
+Ctrl-D ends (``clear`` and ``quit`` alone do so too, as in DeepSpeed-Chat), Ctrl-C cuts an answer short. Lines
+piped into it are answered one after the other: ``echo "Hello" | rlhf chat --path FOLDER``.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def converse(answer: Answer, lines: Iterator[str], out: TextIO, interactive: boo
         text = line.strip()
         if not text:
             continue
-        if text == "/quit":
+        if text in ("/quit", "quit"):
             break
-        if text == "/clear":
+        if text in ("/clear", "clear"):
             turns = []
             if interactive:
                 emit("(cleared)\n")

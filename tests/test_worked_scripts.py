@@ -89,12 +89,12 @@ def test_a_real_run_takes_the_earlier_stages_folders(script, bash):
 def test_slurm_starts_one_launcher_a_node(bash, tmp_path):
     for name, text in {
         "scontrol": "printf 'node7\\nnode8\\n'",
-        "srun": 'shift; for node in 0 1; do SLURM_NODEID=$node "$@"; done',
+        "srun": '[ "$3" = 9 ] || exit 1; shift 3; for node in 0 1; do SLURM_NODEID=$node "$@"; done',
     }.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     script = str(ROOT / "scripts/opt/multi_node/run_66b.sh")
-    slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "41"}
+    slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "41", "SLURM_CPUS_PER_TASK": "9"}
     commands = bash(str(ROOT / "scripts/slurm.sbatch"), script, "--dry_run", **slurm)
     assert len(commands) == 6
     for node, words in ((0, commands[0]), (1, commands[3])):

@@ -16,7 +16,8 @@ def talk(lines, answer, interactive=False):
     return out.getvalue()
 
 
-def test_turns_are_remembered_until_cleared():
+@pytest.mark.parametrize(("clear", "leave"), [("/clear", "/quit"), ("clear", "quit")])
+def test_turns_are_remembered_until_cleared(clear, leave):
     seen = []
 
     def answer(turns, emit):
@@ -24,7 +25,7 @@ def test_turns_are_remembered_until_cleared():
         emit("yes")
         return "yes"
 
-    out = talk(["one\n", "\n", "two\n", "/clear\n", "three\n", "/quit\n", "four\n"], answer)
+    out = talk(["one\n", "\n", "two\n", f"{clear}\n", "three\n", f"{leave}\n", "four\n"], answer)
     assert out == "yes\nyes\nyes\n"
     assert seen == [
         [("user", "one")],
