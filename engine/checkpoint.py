@@ -124,6 +124,7 @@ def load(engine: Any, folder: Path, tag: str | None) -> tuple[Path, dict]:
     gradients = _load_tensors(engine, path)
     engine.global_steps, engine.micro_steps = saved["global_steps"], micro_steps
     engine.skipped_steps, engine.global_samples = saved["skipped_steps"], saved["global_samples"]
+    engine._is_waiting = saved.get("is_waiting", False)
     engine.scaler.load_state_dict(saved["scaler"])
     engine.accumulation.load_state_dict(saved["accumulation"])
     if engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
@@ -245,6 +246,7 @@ def _counters(engine: Any) -> dict[str, Any]:
     return {
         "global_steps": engine.global_steps,
         "micro_steps": engine.micro_steps,
+        "is_waiting": engine._is_waiting,
         "window": engine.gradient_accumulation_steps(),
         "skipped_steps": engine.skipped_steps,
         "global_samples": engine.global_samples,

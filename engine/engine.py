@@ -152,9 +152,9 @@ class Engine:
     def step(self, skip: bool = False) -> None:
         """At the accumulation boundary: reduce, clip, update, tick the schedule, clear the gradients.
 
-        A non-finite gradient on any rank skips the update on all of them: parameters, moments and
-        schedule stay, and `skipped_steps` counts it. With `skip` (the same on all ranks) a finite one is dropped
-        too; the loss scale does not change then.
+        A non-finite gradient on any rank skips the update on all of them, and so do weights that are all 0:
+        parameters, moments and schedule stay, and `skipped_steps` counts it. With `skip` (the same on all
+        ranks) a finite one is dropped too; the loss scale does not change then.
         """
         if self.optimizer is None:
             raise ValueError("step on a forward-only engine: give the config an optimizer")
@@ -189,17 +189,20 @@ class Engine:
         # in one multiplication.
         square_sum, multiplier, loss = self._reduced
         self._reduced = None
+        # a global batch of weight 0 has no mean; moments alone would move the parameters
+        is_empty = multiplier == 0.0
         multiplier *= self.parameters.gradient_scale / self.scaler.scale
         finite = math.isfinite(square_sum)
         self._grad_norm = math.sqrt(square_sum) * multiplier if finite else math.inf
-        self._was_applied = finite and not skip
+        self._was_applied = finite and not (skip or is_empty)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if not (finite and skip):
             self.scaler.update(not finite)
         if not self._was_applied:
             self.skipped_steps += 1
-            logger.info("step %d skipped: %s", self.global_steps, "as asked" if finite else "a gradient is not finite")
+            why = "as asked" if skip else "no micro-batch has a weight" if finite else "a gradient is not finite"
+            logger.info("step %d skipped: %s", self.global_steps, why)
             return loss
         clip = self.config.gradient_clipping
         if clip and self._grad_norm > clip:

@@ -95,6 +95,9 @@ def _steps(stage: str, args: Namespace, ranks: int) -> list[str]:
     if rows is None:
         limit = f"at most --max_steps {args.max_steps}" if args.max_steps else "known when the data is read"
         return [*lines, f"optimizer steps: {limit}"]
+    if args.streaming:
+        count = count_ppo_steps(None, 0, args) if stage == "ppo" else count_steps(None, args)
+        return [*lines, f"a stream of about {rows} rows, pass after pass: {count} optimizer steps"]
     try:
         if stage == "ppo":
             prompts = args.per_device_generation_batch_size * args.generation_batches

@@ -9,6 +9,7 @@ those of the first evaluation.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from engine import distributed
 from rlhf.metrics import write_json
 from rlhf.micro_batches import Cut
 from rlhf.rollout import Models, Rollout, generate, judge
+
+logger = logging.getLogger(__name__)
 
 GoldFunction = Callable[[str, str], float]
 
@@ -37,6 +40,7 @@ class Evaluator:
         self._tokenizer, self._args, self._sampling, self._gold = tokenizer, args, sampling, gold
         self._cut, self._folder = cut, Path(args.output_dir)
         self.shown: list[str] = []
+        self._known: dict[str, list[float]] | None = None
 
     def run(self, models: Models, label: str | None = None) -> dict[str, float]:
         """Means over the held-out prompts of all ranks; with a `label`, "before" or "after", records answers too.
@@ -89,17 +93,24 @@ class Evaluator:
         return {**dict(zip(columns, (value / count for value in sums), strict=True)), "prompts": int(count)}
 
     def _reference(self, earned: dict[str, list[float]], is_reference: bool) -> dict[str, list[float]]:
-        """What the reference's answers earned, by prompt; `earned` itself, of all ranks, when it is the reference's."""
+        """What the reference's answers earned, by prompt; `earned` itself, of all ranks, when it is the reference's.
+
+        Empty in a resumed run whose first part evaluated fewer prompts, or kept nothing.
+        """
         path = self._folder / "reference_eval.json"
         if is_reference:
             parts = distributed.gather_objects(earned)
-            reference = {name: [value for part in parts for value in part[name]] for name in earned}
+            self._known = {name: [value for part in parts for value in part[name]] for name in earned}
             if distributed.is_main():
-                write_json(path, reference)
-            distributed.barrier()
-        if not path.exists():
-            raise FileNotFoundError(f"{path} is gone, and with it what win rates compare with: start the run anew")
-        return json.loads(path.read_text(encoding="utf-8"))
+                write_json(path, self._known)
+        elif self._known is None:
+            # rank 0's folder counts: the others may lie on other machines
+            found = json.loads(path.read_text(encoding="utf-8")) if distributed.is_main() and path.exists() else {}
+            found = distributed.broadcast_object(found)
+            self._known = {name: values for name, values in found.items() if len(values) >= len(self._items)}
+            if not self._known:
+                logger.warning("%s does not have all of the held-out prompts: no win rates", path)
+        return self._known
 
     def _record(self, label: str, items: list[dict], answers: list[str], judged: list[float] | None) -> None:
         shown = min(self._args.eval_samples, len(items))

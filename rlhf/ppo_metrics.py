@@ -23,7 +23,7 @@ Sums = dict[str, tuple[float, float]]  # name -> (sum, count)
 class UpdateFigures:
     """What one micro-batch gave: losses (None: there is no such model or data) and diagnostics, means over tokens.
 
-    `actor_loss` is a mean over `units` (tokens or answers), the rest over `tokens`.
+    `actor_loss` and `ptx_loss` weigh `units` (tokens or answers) in the update, the rest are means over `tokens`.
     """
 
     actor_loss: torch.Tensor
@@ -36,9 +36,10 @@ class UpdateFigures:
     def sums(self) -> tuple[Sums, dict[str, float]]:
         """(sum, count) pairs and maxima."""
         means = {name: value for name, value in self.figures.items() if name in UPDATE_MEANS}
-        means |= {"critic_loss": self.critic_loss, "ptx_loss": self.ptx_loss}
-        sums = {k: (float(v.detach()) * self.tokens, float(self.tokens)) for k, v in means.items() if v is not None}
-        sums["actor_loss"] = (float(self.actor_loss) * self.units, float(self.units))
+        means |= {"critic_loss": self.critic_loss} if self.critic_loss is not None else {}
+        sums = {k: (float(v.detach()) * self.tokens, float(self.tokens)) for k, v in means.items()}
+        losses = {"actor_loss": self.actor_loss, "ptx_loss": self.ptx_loss}
+        sums |= {k: (float(v) * self.units, float(self.units)) for k, v in losses.items() if v is not None}
         return sums, {"ratio_max": float(self.figures["ratio_max"])}
 
 
@@ -61,6 +62,10 @@ class StepMetrics:
             self._means.add(name, total, count)
         for name, value in (maxima or {}).items():
             self._means.add_max(name, value)
+
+    def add_generated(self, tokens: float) -> None:
+        """Tokens that were generated beside the rollout's."""
+        self._generated += tokens
 
     def add_rollout(
         self, rollout: Rollout, experience: Experience, kl_coef: float, generate_seconds: float, score_seconds: float

@@ -56,6 +56,10 @@ def load_critic(args: Namespace, total_steps: int, tokenizer: Any) -> engine.Eng
         module = load_score_model(path, dropout=dropout)
         fresh = args.critic_head == "zero"
     else:
+        if args.critic_head == "keep":
+            raise ValueError(
+                f"--critic_head keep: {path} is no reward model and has no score head; leave the flag out, or give one"
+            )
         module = new_score_model(path, tokenizer, seed=args.seed, dropout=dropout)
         fresh = True
     if fresh:
@@ -113,6 +117,10 @@ def resume(args: Namespace, models: Models, kept: dict[str, Any]) -> int:
         if name != last:
             model.load_checkpoint(checkpoint_folder(args, name), tag=path.name)
     for name, part in kept.items():
+        if name not in state:
+            raise ValueError(
+                f"{path} has no state of {name!r}: resume with the flags of the run that wrote it, or start anew"
+            )
         part.load_state_dict(state[name])
     return state["iteration"]
 

@@ -96,8 +96,11 @@ def count_ppo_steps(iterations_per_epoch: int | None, answers: int, args: Namesp
     Raises:
         ValueError: there is not one whole step in the data, or a stream without `--max_steps`.
     """
+    limits = [args.max_steps] if args.max_steps else []
+    if args.enable_test_mode:
+        limits.append(max(1, args.test_stop_step))
     if iterations_per_epoch is None:
-        return count_steps(None, args)
+        return min(limits) if limits else count_steps(None, args)
     micro = args.ppo_epochs * -(-answers // args.per_device_training_batch_size)
     steps = args.num_train_epochs * iterations_per_epoch * micro // args.gradient_accumulation_steps
     if steps == 0:
@@ -105,7 +108,4 @@ def count_ppo_steps(iterations_per_epoch: int | None, answers: int, args: Namesp
             f"the prompts make {iterations_per_epoch} batch(es) of {answers} answers a process, too few for one "
             "optimizer step: lower --per_device_generation_batch_size or --gradient_accumulation_steps"
         )
-    limits = [args.max_steps] if args.max_steps else []
-    if args.enable_test_mode:
-        limits.append(max(1, args.test_stop_step))
     return min(steps, *limits) if limits else steps

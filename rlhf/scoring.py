@@ -12,6 +12,7 @@ A model whose tokenizer is not the actor's gets the dialogue re-tokenized, see `
 
 from __future__ import annotations
 
+import http.client
 import inspect
 import json
 import math
@@ -159,7 +160,8 @@ def _post(request: urllib.request.Request, timeout_seconds: float, name: str) ->
             raise ValueError(
                 f"{name} did not answer within {timeout_seconds:g} s: raise --reward_timeout or make it faster"
             ) from None
-        except OSError as error:  # URLError among them; a time-out while connecting comes as its reason
+        # URLError among the first, a time-out while connecting as its reason; the second is a reply that breaks off
+        except (OSError, http.client.HTTPException) as error:
             if isinstance(getattr(error, "reason", None), TimeoutError) or is_last:
                 raise ValueError(f"{name} cannot be reached: {one_line(getattr(error, 'reason', error))}") from None
         time.sleep(WAIT_SECONDS * 2 ** (attempt - 1))

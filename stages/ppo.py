@@ -108,6 +108,7 @@ def main(argv: list[str] | None = None) -> None:
             greedy = None
             if args.advantage_estimator == "remax":
                 greedy = generate(actor, items, tokenizer, **prompt_options, **{**sampling, "do_sample": False})
+                metrics.add_generated(float(greedy.lengths.sum()))
             generated = time.perf_counter()
             experience = judge(rollout, models, cut=cut, temperature=args.temperature)
             if args.normalize_scores and not scale.is_set:
@@ -145,9 +146,9 @@ def main(argv: list[str] | None = None) -> None:
             if is_due(iteration, args.save_interval) and actor.is_gradient_accumulation_start():
                 save(args, models, kept, iteration)
 
+        save_models(args, models, tokenizer)
         evaluate(evaluator, models, writer, progress, "after")
 
-    save_models(args, models, tokenizer)
     report_stream(data, args)
     writer.close()
     write_run_json(args.output_dir, args, status="complete")

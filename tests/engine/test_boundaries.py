@@ -57,3 +57,33 @@ def test_an_overflow_is_foreseen_and_a_step_can_be_skipped(poisoned):
     micro_step(eng, batch, weighted=False)
     assert eng.was_step_applied() and eng.skipped_steps == 1
     assert any(not torch.equal(a, b) for a, b in zip(before, eng.module.parameters(), strict=True))
+
+
+def test_weights_that_are_all_zero_skip_the_step():
+    """Moments alone would move the parameters."""
+    eng = simple()
+    micro_step(eng, token_batch(2, seed=0))
+    before = [parameter.clone() for parameter in eng.module.parameters()]
+    loss, _ = token_loss(eng(token_batch(2, seed=1)["input_ids"]).logits, token_batch(2, seed=1)["labels"])
+    eng.backward(loss, weight=0)
+    eng.step()
+    assert (eng.global_steps, eng.skipped_steps, eng.was_step_applied()) == (2, 1, False)
+    assert all(torch.equal(now, then) for now, then in zip(eng.module.parameters(), before, strict=True))
+
+
+def test_a_checkpoint_within_boundaries_set_by_hand_goes_on(tmp_path):
+    def micro(eng, number):
+        eng.set_gradient_accumulation_boundary(number == 2)
+        micro_step(eng, token_batch(1 + number, seed=number))
+
+    never, stopped, resumed = simple(clip=0.5), simple(clip=0.5), simple(clip=0.5)
+    for number in range(3):
+        micro(never, number)
+    micro(stopped, 0)
+    stopped.save_checkpoint(tmp_path)
+    resumed.load_checkpoint(tmp_path)
+    for number in (1, 2):
+        micro(resumed, number)
+    assert resumed.get_global_grad_norm() == pytest.approx(never.get_global_grad_norm(), rel=1e-6)
+    for now, then in zip(resumed.module.parameters(), never.module.parameters(), strict=True):
+        torch.testing.assert_close(now, then, atol=1e-6, rtol=0)

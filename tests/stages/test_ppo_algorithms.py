@@ -169,6 +169,10 @@ def test_evaluation_compares_with_the_reference_and_shows_answers(tmp_path, data
     last = [json.loads(line) for line in (tmp_path / "few/metrics.jsonl").read_text().splitlines()][-1]
     assert last["win_rate"] == pytest.approx(sum(by_hand) / 8) and last["win_rate"] != 0.5
     assert last["gold_win_rate"] == pytest.approx(sum(golds) / 8)
+    # a resumed run with more prompts than were judged before has nothing to compare with, and says so at its end
+    again = {**flags, "max_steps": 6}
+    resumed = ppo(tmp_path / "few", data, **again, resume=True)[-1]
+    assert resumed["eval"] and "win_rate" not in resumed and resumed["prompts"] == 10
 
     out = capsys.readouterr().out
     assert f"step 4: {' '.join(samples[0]['prompt'].split())} {samples[0]['after']}" in out.replace("  ", " ")
