@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 AUTO = "auto"
+ADAM = ("adam", "adamw", "lion")  # have the parameter `betas`
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 # Keys that flags stand for: dotted key -> the flags of one stage or another that do.
 FLAGS: dict[str, tuple[str, ...]] = {
@@ -81,6 +82,9 @@ def lay_over(config: dict[str, Any], path: str | Path) -> dict[str, Any]:
     """
     content = read(path)
     merged = _merge(config, content)
+    kind = _value(content, "optimizer.type")
+    if kind not in (None, AUTO) and kind.lower() not in ADAM and _value(content, "optimizer.params.betas") is None:
+        merged["optimizer"]["params"].pop("betas")  # of the flags' own AdamW
     if _value(content, "scheduler.type") not in (None, AUTO):
         merged["scheduler"] = _schedule(content["scheduler"], config)
     for key in (*FLAGS, "bf16.enabled", "fp16.enabled", "hybrid_engine.enabled", *SWITCHES):

@@ -91,6 +91,10 @@ def training_engine(
     if lora is not None:
         add_adapters(module, lora, resolve(path))
         groups = parameter_groups(module, config["optimizer"]["params"]["weight_decay"], lora.learning_rate)
+        schedule = config["scheduler"]["params"]
+        if isinstance(schedule.get("warmup_max_lr"), float):  # a schedule of DeepSpeed's sets the rates itself
+            rates = [group.get("lr", schedule["warmup_max_lr"]) for group in groups]
+            config = {**config, "scheduler": {**config["scheduler"], "params": {**schedule, "warmup_max_lr": rates}}}
     if gradient_checkpointing:
         module.activation_checkpointing_enable()
     return engine.initialize(module, config, model_parameters=groups)

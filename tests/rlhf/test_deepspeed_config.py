@@ -82,6 +82,23 @@ def test_auto_in_a_schedule_is_what_the_flags_say(file):
     assert config.scheduler.params == {"warmup_max_lr": 2e-4, "warmup_num_steps": 3, "total_num_steps": 10}
 
 
+def test_another_optimizer_has_none_of_adams_parameters(file):
+    content = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
+    config = config_of(parse(sft_parser(), [*SFT, *file(content)]))
+    assert config.optimizer.type == "SGD"
+    assert config.optimizer.params == {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
+
+
+def test_adapters_keep_their_rate_under_a_schedule_of_deepspeeds(file, tmp_path):
+    params = {"warmup_max_lr": 1e-3, "warmup_num_steps": 1, "warmup_type": "linear"}
+    path = file({"scheduler": {"type": "WarmupLR", "params": params}})[1]
+    flags = {"lora_dim": 2, "lora_learning_rate": 0.25, "max_steps": 4, "per_device_train_batch_size": 2}
+    data = write_rows(tmp_path / "rows.jsonl")
+    alone = run("sft", tmp_path / "alone", data, deepspeed_config=path, only_optimize_lora=True, **flags)
+    beside = run("sft", tmp_path / "beside", data, deepspeed_config=path, **flags)
+    assert (trained(alone)[-1]["lr"], trained(beside)[-1]["lr"]) == (0.25, 1e-3)
+
+
 def test_ppo_gives_both_models_what_the_file_says_and_only_the_actor_generates(file):
     content = {**CONTENT, "hybrid_engine": {"enabled": True, "inference_tp_size": 2, "pin_parameters": False}}
     args = parse(ppo_parser(), [*PPO, *file(content), "--critic_learning_rate", "1e-6"])
