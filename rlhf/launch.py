@@ -254,11 +254,15 @@ def _follow(launcher: int) -> None:
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(0.5)
-        if os.getpgrp() == os.getpid():
-            os.killpg(os.getpid(), signal.SIGKILL)
+        _end_own_group()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="follow-launcher").start()
+
+
+def _end_own_group() -> None:
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _tell(stage: str, error: Exception, told_by_launcher: bool) -> None:
@@ -274,6 +278,11 @@ def _tell(stage: str, error: Exception, told_by_launcher: bool) -> None:
 
 def _leave(code: int) -> None:
     """Exit now. With peers, without waiting for anything: they may be gone, and threads may wait for them."""
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is not None and os.getppid() != int(launcher):
+        # the launcher is gone, and a peer that saw it first has closed its connections: what this rank started
+        # would be left to nobody
+        _end_own_group()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
         sys.stderr.flush()
