@@ -96,7 +96,7 @@ class SourceStream:
     def _give(self, number: int, place: str, items: list[Item | Refused], start: Position) -> Iterator[dict[str, Any]]:
         """The items of one record, without those that were given before the stream was resumed."""
         good = [item for item in items if isinstance(item, Item)]
-        if number < start.record:
+        if number < start.record or (number == start.record and good and start.items >= len(good)):
             self.report.drop(BEFORE_RESUME)
         elif not good:
             self.report.drop(str(items[0]), f"{place}: {items[0]}")
@@ -107,6 +107,18 @@ class SourceStream:
                     self.position = Position(start.passes, number, count)
                     self.report.items_train += 1
                     yield self._tensors(item)
+
+    def order(self) -> dict[str, Any]:
+        """What the order of the records hangs on: a position means nothing under another. JSON-ready."""
+        source, dealer = self.opened.source, self.dealer
+        return {
+            "source": source.name,
+            "split": source.split,
+            "limit": source.limit,
+            "seed": self.flow.seed,
+            "shares": [str(dealer.low), str(dealer.high), str(dealer.cut)],
+            "shuffle_buffer": self.flow.buffer_rows,
+        }
 
     def _shuffled(self, passes: int) -> Iterator[tuple[str, list[Row]]]:
         """(place, rows) of this rank's records in one pass; the rows of a record stay together."""

@@ -70,8 +70,10 @@ def stream_stage_data(
     streams = []
     for source, ratios in shares:
         if source.weight > 0:
-            dealer, number = Dealer(stage, ratios, seed, eval_fraction), len(streams)
-            streams.append(SourceStream(open_source(source, streaming=True), dealer, tokenizer, rules, flow, number))
+            opened = open_source(source, streaming=True)
+            # an evaluation part of its own serves instead of training rows
+            dealer = Dealer(stage, ratios, seed, 0.0 if opened.eval is not None else eval_fraction)
+            streams.append(SourceStream(opened, dealer, tokenizer, rules, flow, len(streams)))
     return ItemStream(streams)
 
 
@@ -108,10 +110,13 @@ class ItemStream:
         return min(source.position.passes for source in self.sources)
 
     def held_out(self, count: int) -> list[dict[str, Any]]:
-        """At most `count` evaluation items: of the sources' evaluation parts, else of what the deal holds out."""
+        """At most `count` evaluation items: of the sources' evaluation parts, else of what the deal holds out.
+
+        Every source gives an equal share; what one lacks of it, those after it may give.
+        """
         found: list[dict[str, Any]] = []
-        for source in self.sources:
-            found += source.held_out(count - len(found))
+        for number, source in enumerate(self.sources):
+            found += source.held_out(-(-(count - len(found)) // (len(self.sources) - number)))
         return found
 
     def report(self) -> dict[str, Any]:
@@ -137,18 +142,28 @@ class ItemStream:
         """Where the stream stands: JSON-ready."""
         return {
             "credit": [str(credit) for credit in self._credit],
-            "sources": [asdict(source.position) for source in self.sources],
+            "sources": [{**asdict(source.position), "order": source.order()} for source in self.sources],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where the saved stream stood. The rows before it in this pass are read again, not tokenized.
 
         Raises:
-            ValueError: a state of other sources.
+            ValueError: a state of other sources, or of another order of their records.
         """
         if len(state["sources"]) != len(self.sources):
             raise ValueError(f"the saved stream had {len(state['sources'])} sources, this one has {len(self.sources)}")
-        self._credit = [Fraction(credit) for credit in state["credit"]]
+        positions = []
         for source, saved in zip(self.sources, state["sources"], strict=True):
-            source.position = Position(**saved)
+            order = saved["order"]
+            for name, value in source.order().items():
+                if order[name] != value:
+                    raise ValueError(
+                        f"the saved stream of {order['source']} had {name} {order[name]}, this one has {value}: resume "
+                        "with the data flags of the run that saved it"
+                    )
+            positions.append(Position(**{name: value for name, value in saved.items() if name != "order"}))
+        self._credit = [Fraction(credit) for credit in state["credit"]]
+        for source, position in zip(self.sources, positions, strict=True):
+            source.position = position
         self._running = None

@@ -40,8 +40,10 @@ def open_feed(items: Any, batch_size: int, args: argparse.Namespace) -> Feed:
         if wrong:
             raise ValueError(f"{wrong} needs all rows' lengths, unknown with --streaming: leave out one of the two")
         return StreamFeed(items, batch_size)
+    if packing and args.group_by_length:
+        raise ValueError("--packing fills rows from dialogues of all lengths: leave out --group_by_length")
     packs = plan_packs(items.lengths(), args.max_seq_len) if packing else None
-    lengths = items.lengths() if args.group_by_length and not packing else None
+    lengths = items.lengths() if args.group_by_length else None
     return StoredFeed(items, sampler_for(packs or items, batch_size, args.seed, lengths=lengths), packs)
 
 

@@ -116,6 +116,43 @@ def test_own_evaluation_part(tmp_path):
     write(tmp_path / "train.jsonl", 10)
     write(tmp_path / "eval.jsonl", 4, "held")
     assert asked(stream(tmp_path).held_out(3)) == ["held 0", "held 1", "held 2"]
+    # nothing of the training part is withheld for an evaluation that has rows of its own
+    everything = sorted(f"question {k}" for k in range(10))
+    assert sorted(asked(itertools.islice(stream(tmp_path, eval_fraction=0.5), 10))) == everything
+
+
+def test_evaluation_rows_come_from_every_source(tmp_path):
+    paths = [write(tmp_path / f"{name}.jsonl", n=60, name=name) for name in ("one", "two", "few")]
+    write(tmp_path / "few.jsonl", n=6, name="few")
+    held = asked(stream([paths[2], *paths[:2]], eval_fraction=0.5).held_out(21))
+    counts = Counter(text.split()[0] for text in held)
+    assert len(held) == 21 and 0 < counts["few"] < 7 and abs(counts["one"] - counts["two"]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"buffer_rows": 8}, "shuffle_buffer 16"), ({"seed": 4}, "seed 3"), ({"data_split": "0,1,1"}, "shares")],
+)
+def test_state_of_another_order(tmp_path, options, named):
+    path = write(tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match=f"the saved stream of .*rows.jsonl had {named}.*: resume with the data flags"):
+        stream(path, **options).load_state_dict(stream(path).state_dict())
+
+
+def test_sources_in_another_order(tmp_path):
+    paths = [write(tmp_path / f"{name}.jsonl") for name in ("one", "two")]
+    with pytest.raises(ValueError, match="one.jsonl had source .*one.jsonl, this one has .*two.jsonl"):
+        stream(paths[::-1]).load_state_dict(stream(paths).state_dict())
+
+
+def test_a_resumed_stream_counts_no_record_twice(tmp_path):
+    path = write(tmp_path / "rows.jsonl")
+    before, after = stream(path), stream(path)
+    list(itertools.islice(before, 10))
+    after.load_state_dict(before.state_dict())
+    next(iter(after))
+    totals = after.report()["totals"]
+    assert (totals["rows_train"], totals["items_train"]) == (1, 1)
 
 
 def test_state_of_other_sources(tmp_path):

@@ -114,6 +114,8 @@ def test_flags_that_exclude_each_other_and_states_of_another_kind(tmp_path):
     for flag in ("packing", "group_by_length"):
         with pytest.raises(ValueError, match=f"--{flag} needs all rows' lengths, unknown with --streaming"):
             open_feed(stream(path), 2, flags(**{flag: True}))
+    with pytest.raises(ValueError, match="--packing fills rows .*: leave out --group_by_length"):
+        open_feed(stored(path), 2, flags(packing=True, group_by_length=True))
     of_rows, of_stream = open_feed(stored(path), 2, flags()), open_feed(stream(path), 2, flags())
     with pytest.raises(ValueError, match="of a run with --streaming"):
         of_rows.load_state_dict(of_stream.state_dict())
