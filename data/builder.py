@@ -18,7 +18,7 @@ from data.sources import Opened, Records
 from data.splits import Ratios, hold_out, repeats, split_rows
 from data.store import Item, StoreWriter
 
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 BATCH_RECORDS = 2048
 
 
@@ -164,12 +164,15 @@ class Builder:
         self, pool: Pool, deal: Deal, writers: tuple[StoreWriter, StoreWriter], report: SourceReport
     ) -> None:
         """Adds the pairs that scored answers make; the better answer's record decides where a pair goes, and both
-        records are used, or dropped, together. Answers without a partner stand alone under `auto`."""
+        records are used, or dropped, together. Answers without a partner stand alone under `auto` when their numbers
+        are labels, or when no answer of the source has a partner: scores as targets of their own would outweigh pairs.
+        """
         numbers = pool.scores()
         pairs, left = pool.match()
-        if self.rules.single_answers == "auto":
+        if self.rules.single_answers == "auto" and numbers:
+            found = "label" if numbers <= {0.0, 1.0} else "pair" if pairs else "score"
             # found out from the training rows, so that the evaluation's are read in the same way
-            kind = self.single_kinds.setdefault(report.number, "label" if numbers <= {0.0, 1.0} else "score")
+            kind = self.single_kinds.setdefault(report.number, found)
             alone = [(one.record, one.place, [{**one.row, "single_kind": kind}]) for one in left]
         else:
             alone = [(one.record, one.place, [one.row]) for one in left]

@@ -110,8 +110,8 @@ def reward_parser() -> Parser:
     training.add_argument(
         "--margin_scale",
         type=non_negative_float,
-        default=1.0,
-        help="factor of the margins in the data by which chosen answers must be better; 0: none",
+        default=0.0,
+        help="factor of the data's margins, by which chosen answers must be better; 1 takes them as they are",
     )
     lora_group(parser)
     evaluation = evaluation_group(parser)

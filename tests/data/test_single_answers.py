@@ -49,6 +49,26 @@ def test_numbers_of_a_source_say_what_they_are(load):
     ]
 
 
+def test_scores_without_a_partner_are_left_out_beside_pairs(load):
+    """The squared error of a raw score would drown the pairs' loss; labels are of the pairs' own size."""
+    rows = [{"prompt": "q", "response": f"text {k}", "score": k} for k in (2, 5, 9)]
+    parts = load(rows)
+    assert described(parts) == [("pair", 7.0, 0)]
+    assert parts.report["totals"]["rows_dropped"] == {"no answer of another score to the same prompt": 1}
+
+
+def test_an_evaluation_part_alone_says_what_its_numbers_are(load, tmp_path):
+    folder = tmp_path / "both"
+    folder.mkdir()
+    pairs = [{"prompt": f"p{k}", "chosen": "a", "rejected": "b"} for k in range(4)]
+    scored = [{"prompt": f"e{k}", "response": "x", "score": k} for k in range(5)]
+    for name, rows in (("train", pairs), ("eval", scored)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"data_split": "0,1,0", "data_output_path": tmp_path / "cache"}
+    held = load_stage_data("reward", TOKENIZER, data_path=folder, **options).eval
+    assert [(item["kind"], item["target"]) for item in held] == [("score", float(k)) for k in range(5)]
+
+
 def test_the_flag_decides_for_all(load):
     worse = {"prompt": "p0", "response": "worse", "label": 0}
     rows = [*labels(3, 1, 0), worse, {"prompt": "z", "chosen": "a", "rejected": "b"}]
