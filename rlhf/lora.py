@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine import distributed
 from engine.adapters import adapters_off
 from engine.export import find_pretrained
+from engine.modes import evaluation_mode
 from engine.sharding import find_blocks
 from rlhf.flag_groups import LORA_BLOCKS
 from rlhf.models import ScoreModel
@@ -71,6 +71,8 @@ def add_adapters(module: nn.Module, lora: Lora, base: str | Path) -> None:
     Raises:
         ValueError: the pattern is in the name of no linear layer; the line shows what could match.
     """
+    from peft import LoraConfig, inject_adapter_in_model  # seconds to import, which a run without adapters is spared
+
     _, model = find_pretrained(module)
     head = module.head_name if isinstance(module, ScoreModel) else None
     layers = matching_layers(model, lora.module_name, lora.flag)
@@ -146,7 +148,8 @@ def _listed(names: Any) -> str:
 class WithoutAdapters:
     """An engine's module as it was before its adapters: PPO's reference, in no memory of its own.
 
-    Right as long as nothing but the adapters trains. Only for forward passes without gradients.
+    Right as long as nothing but the adapters trains. Only for forward passes without gradients, and without dropout
+    whatever mode the engine is in.
     """
 
     def __init__(self, engine: Any):
@@ -155,7 +158,7 @@ class WithoutAdapters:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             raise ValueError("the reference gives no gradients: call it under torch.no_grad()")
-        with adapters_off(self.engine.module):
+        with adapters_off(self.engine.module), evaluation_mode(self.engine.module):
             return self.engine(*args, **kwargs)
 
     @property

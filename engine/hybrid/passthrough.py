@@ -16,19 +16,19 @@ from engine.adapters import plain_name
 from engine.hybrid.sampling import Sampling, choose, uniforms
 from engine.hybrid.scheduler import Answers, OnToken
 from engine.hybrid.sources import Sources
+from engine.modes import evaluation_mode
 
 
 class _Chooser(LogitsProcessor):
     """Chooses and records every row's token, and hides all others from the loop's argmax."""
 
-    def __init__(self, keys: list[int], limits: list[int], sampling: Sampling, device, on_token: OnToken | None):
-        limit = max(limits)
+    def __init__(self, keys: list[int], limit: int, sampling: Sampling, device, on_token: OnToken | None):
         self.uniforms = uniforms(keys, limit, device) if sampling.do_sample else None
         self.sampling, self.on_token, self.step = sampling, on_token, 0
         rows = len(keys)
         self.tokens = torch.zeros(rows, limit, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(rows, limit, device=device)
-        self.lengths = torch.tensor(limits, device=device)
+        self.lengths = torch.full((rows,), limit, dtype=torch.int64, device=device)
         self.done = torch.zeros(rows, dtype=torch.bool, device=device)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ class _Chooser(LogitsProcessor):
                 if not done:
                     self.on_token(row, token)
         self.step += 1
-        stop = self.lengths == self.step  # its limit, while it is not done
+        stop = torch.zeros_like(self.done)
         for token in self.sampling.stop:
             stop |= tokens == token
         self.lengths[stop & ~self.done] = self.step
@@ -61,32 +61,57 @@ def generate(
     *,
     on_token: OnToken | None = None,
 ) -> Answers:
-    """As `scheduler.generate`, all requests as one left-padded batch."""
+    """As `scheduler.generate`, requests of one limit as one left-padded batch.
+
+    Not all as one: a row would run on to the longest limit, beyond the positions that a model may have learned.
+    """
+    device, longest = prompts[0].device, max(limits)
+    answers = Answers(
+        torch.zeros(len(keys), longest, dtype=torch.int64, device=device),
+        torch.zeros(len(keys), longest, device=device),
+        torch.tensor(limits, device=device),
+    )
+    for limit in sorted(set(limits)):
+        rows = [row for row, own in enumerate(limits) if own == limit]
+        hear = None if on_token is None else lambda row, token, rows=rows: on_token(rows[row], token)
+        part = _generate(
+            module, [prompts[prompt_of[row]] for row in rows], [keys[row] for row in rows], limit, sampling, hear
+        )
+        answers.tokens[rows, :limit], answers.logprobs[rows, :limit] = part.tokens, part.logprobs
+        answers.lengths[rows] = part.lengths
+    return answers
+
+
+def _generate(
+    module: nn.Module,
+    prompts: list[torch.Tensor],
+    keys: list[int],
+    limit: int,
+    sampling: Sampling,
+    on_token: OnToken | None,
+) -> Answers:
     device = prompts[0].device
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.zeros(len(keys), longest, dtype=torch.int64, device=device)
     mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts[p] for p in prompt_of):
+    for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :] = prompt
         mask[row, longest - len(prompt) :] = 1
-    chooser = _Chooser(keys, limits, sampling, device, on_token)
+    chooser = _Chooser(keys, limit, sampling, device, on_token)
     config = GenerationConfig(
-        max_new_tokens=max(limits),
+        max_new_tokens=limit,
         do_sample=False,
         num_beams=1,
         eos_token_id=list(sampling.stop) or None,
         pad_token_id=0,
         bos_token_id=None,
     )
-    modes = {child: child.training for child in module.modules()}
-    module.eval()
     kept, module.generation_config = getattr(module, "generation_config", None), config
     try:
-        module.generate(ids, attention_mask=mask, logits_processor=LogitsProcessorList([chooser]), use_cache=True)
+        with evaluation_mode(module):
+            module.generate(ids, attention_mask=mask, logits_processor=LogitsProcessorList([chooser]), use_cache=True)
     finally:
         module.generation_config = kept
-        for child, mode in modes.items():
-            child.training = mode
     return Answers(chooser.tokens, chooser.logprobs, chooser.lengths)
 
 

@@ -114,6 +114,20 @@ def test_rounds_of_generation_and_training_leave_the_base_bit_equal():
         assert any(not torch.equal(p, before[name]) for name, p in eng.module.named_parameters()) == (rate > 0)
 
 
+def test_the_reference_drops_nothing_out_while_the_policy_trains():
+    eng = hybrid(lr=0.0)
+    for child in eng.module.modules():
+        if hasattr(child, "attention_dropout"):
+            child.attention_dropout = 0.5
+    eng.train()
+    ids = torch.arange(3, 23).reshape(2, 10)
+    with torch.no_grad():
+        wanted = load_actor(tiny_models.folder())(ids).logits
+        assert (eng(input_ids=ids).logits - wanted).abs().max() > 1e-3  # the policy does
+        torch.testing.assert_close(WithoutAdapters(eng)(input_ids=ids).logits, wanted)
+    assert all(child.training for child in eng.module.modules())
+
+
 def test_the_reference_is_the_model_before_its_adapters():
     eng = hybrid(lr=0.1)
     ids = torch.arange(3, 23).reshape(2, 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import GPTNeoConfig
 
 from engine.hybrid import Generator
 from tests.engine.hybrid import tiny
@@ -93,6 +94,26 @@ def test_a_wrong_layout_would_be_seen():
             target.pieces.reverse()
             target.pieces[:] = [type(p)(p.source, p.rows, p.cols, (48 - p.at[0], 0)) for p in target.pieces]
     assert not torch.equal(generator.generate(ids, mask, max_new_tokens=6), tiny.reference(model, ids, mask, 6))
+
+
+def test_limits_of_their_own_stay_within_learned_positions():
+    """Each row fits its 20 positions; the longest limit behind the longest prompt would not."""
+    config = GPTNeoConfig(
+        vocab_size=tiny.VOCABULARY, hidden_size=32, num_layers=2, attention_types=[[["global"], 2]], num_heads=4,
+        max_position_embeddings=20, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = tiny.build(config)
+    ids = torch.arange(3, 21)[None].repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[1, :15] = 0
+    output = Generator(model).generate(
+        ids, mask, max_new_tokens=[2, 17], eos_token_id=[], return_dict_in_generate=True
+    )
+    assert output.lengths.tolist() == [2, 17]
+    for row, new in enumerate((2, 17)):
+        real = ids[row][mask[row].bool()][None]
+        alone = tiny.reference(model, real, torch.ones_like(real), new, eos_token_id=None)[0, real.shape[1] :]
+        assert torch.equal(output.sequences[row, 18 : 18 + new], alone)
 
 
 def test_a_family_without_an_adapter_runs_its_own_forward(caplog):
