@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from data import load_rows
+from data.chat import encode_dialogue
 from data.markers import has_markers, turns_to_text
 from data.sources import open_source
 from rlhf.answering import Answerer, default_device
@@ -26,7 +27,7 @@ from rlhf.eval_flags import prompt_eval_parser
 from rlhf.flags import parse
 from rlhf.gold import load_gold
 from rlhf.metrics import write_json
-from rlhf.models import load_score_model, load_tokenizer, score_texts
+from rlhf.models import load_score_model, load_tokenizer, score_ids
 from rlhf.results import shown_prompt
 
 # A spread of tasks a chat model should manage: facts, explaining to a child, a list, a story, advice, arithmetic.
@@ -92,7 +93,7 @@ def compare(args: Namespace) -> dict[str, Any]:
         for decoding in args.decoding:
             for row, texts in zip(rows, answerer.answers(prompts, decoding), strict=True):
                 row["answers"][decoding][path] = [{"text": text} for text in texts]
-    _score(rows, args)
+    _score(prompts, rows, args)
     summary = {decoding: summarize(rows, decoding, paths) for decoding in args.decoding}
     return {"models": paths, "summary": summary, "prompts": rows}
 
@@ -117,21 +118,22 @@ def _question(text: str) -> dict[str, Any]:
     return {"prompt": turns_to_text(turns), "messages": turns}
 
 
-def _score(rows: list[dict[str, Any]], args: Namespace) -> None:
-    """Adds `score` and `gold` to the answers, in place."""
-    by_model = [(row["prompt"], models) for row in rows for models in row["answers"].values()]
+def _score(prompts: list[dict[str, Any]], rows: list[dict[str, Any]], args: Namespace) -> None:
+    """Adds `score` and `gold` to the answers of `rows` to `prompts`, in place."""
+    by_model = [(p, models) for p, row in zip(prompts, rows, strict=True) for models in row["answers"].values()]
     answers = [(prompt, one) for prompt, models in by_model for many in models.values() for one in many]
     if args.reward_model_name_or_path:
         tokenizer = load_tokenizer(args.reward_model_name_or_path)
         model = load_score_model(args.reward_model_name_or_path).to(default_device())
-        texts = [f"{prompt} {one['text']}" for prompt, one in answers]
-        found = score_texts(model, tokenizer, texts, args.per_device_eval_batch_size).tolist()
+        # as an answer to this prompt, whatever it says: markers in it begin no turn
+        ids = [encode_dialogue(tokenizer, prompt, one["text"])[0] for prompt, one in answers]
+        found = score_ids(model, ids, tokenizer.pad_token_id, args.per_device_eval_batch_size).tolist()
         for (_, one), score in zip(answers, found, strict=True):
             one["score"] = score
     if args.gold_fn:
         gold = load_gold(args.gold_fn)
         for prompt, one in answers:
-            one["gold"] = float(gold(prompt, one["text"]))
+            one["gold"] = float(gold(prompt["prompt"], one["text"]))
 
 
 def summarize(rows: list[dict[str, Any]], decoding: str, paths: list[str]) -> dict[str, dict[str, float]]:

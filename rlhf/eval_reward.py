@@ -24,7 +24,7 @@ from rlhf.flags import parse
 from rlhf.metrics import write_json
 from rlhf.models import ScoreModel, load_score_model, load_tokenizer, scores
 from rlhf.reward_metrics import figures
-from rlhf.stage_data import data_options
+from rlhf.stage_data import data_options, source_names
 
 NAMES = {
     "pairs": "pairs",
@@ -52,6 +52,8 @@ def main(argv: Sequence[str]) -> None:
     if alone and not {"prompt", "chosen"} <= set(alone):
         parser.error(f"--{alone[0]} needs --prompt and --chosen beside it")
     tokenizer = load_tokenizer(args.model_name_or_path)
+    if args.chat_template:
+        use_template_file(tokenizer, args.chat_template)
     model = load_score_model(args.model_name_or_path).to(default_device()).eval()
     console = Console(highlight=False)
     result = _one_comparison(model, tokenizer, args) if alone else _on_data(model, tokenizer, args)
@@ -77,13 +79,11 @@ def _one_comparison(model: ScoreModel, tokenizer: Any, args: Namespace) -> dict[
 
 def _on_data(model: ScoreModel, tokenizer: Any, args: Namespace) -> dict[str, Any]:
     """Figures over the data, and each item's scores."""
-    if args.chat_template:
-        use_template_file(tokenizer, args.chat_template)
     data = load_stage_data("reward", tokenizer, data_output_path=args.data_output_path, **data_options(args))
     items = list(data.eval) if args.part == "held_out" else [*data.train, *data.eval]
     if not items:
         raise ValueError("no held-out answers: raise --eval_fraction, or take --part all")
-    sources = [source["name"] for source in data.report["sources"]]
+    sources = source_names(data.report)
     batches, rows = [], []
     for start in range(0, len(items), args.per_device_eval_batch_size):
         part = sorted(items[start : start + args.per_device_eval_batch_size], key=lambda item: item["kind"] != "pair")

@@ -20,6 +20,7 @@ import torch
 
 from engine import distributed
 from rlhf.arguments import resolve_dtype
+from rlhf.pipeline_state import content_hashes
 from rlhf.results import read_lines
 
 METRICS_FILE, RUN_FILE, REPORT_FILE = "metrics.jsonl", "run.json", "data_report.json"
@@ -160,6 +161,7 @@ def write_run_json(output_dir: str | Path, args: argparse.Namespace | dict[str, 
             "started": started,
             "updated": now,
             "arguments": arguments,
+            "file_hashes": content_hashes(arguments),
             "versions": {"python": platform.python_version(), **_versions()},
             "device": _device(),
             "dtype": None if (name := arguments.get("dtype")) is None else compute_type(name),

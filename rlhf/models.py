@@ -222,7 +222,6 @@ def scores(model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) ->
     return end_scores(values(model, input_ids, attention_mask), attention_mask)
 
 
-@torch.no_grad()
 def score_texts(
     model: Any, tokenizer: PreTrainedTokenizerBase, texts: list[str], batch_size: int = 16
 ) -> torch.Tensor:
@@ -231,14 +230,19 @@ def score_texts(
     A text is a dialogue in marker form that ends with the assistant's answer; one without any assistant marker
     is scored as plain text and its end token. The model is put into evaluation mode.
     """
+    return score_ids(model, [text_ids(tokenizer, text) for text in texts], tokenizer.pad_token_id, batch_size)
+
+
+@torch.no_grad()
+def score_ids(model: Any, rows: list[list[int]], pad_token_id: int, batch_size: int = 16) -> torch.Tensor:
+    """Scores `[B]` of texts given as token ids, `batch_size` at a time. The model is put into evaluation mode."""
     model.eval()
-    rows = [text_ids(tokenizer, text) for text in texts]
     device = getattr(model, "device", None) or next(model.parameters()).device
     results = []
     for start in range(0, len(rows), batch_size):
         part = rows[start : start + batch_size]
         width = max(map(len, part))
-        ids = torch.full((len(part), width), tokenizer.pad_token_id)
+        ids = torch.full((len(part), width), pad_token_id)
         mask = torch.zeros((len(part), width), dtype=torch.bool)
         for i, row in enumerate(part):
             ids[i, : len(row)] = torch.tensor(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,6 +14,19 @@ from typing import Any
 NOT_COMPARED = {"output_dir", "resume", "config", "enable_tensorboard", "tensorboard_path", "print_loss"}
 NOT_COMPARED |= {"print_answers", "print_answers_interval", "data_output_path", "save_interval", "local_rank"}
 NOT_COMPARED |= {"dry_run"}
+
+# Flags whose file is read by every run: what is in it counts, not its name alone.
+FILES = ("deepspeed_config", "chat_template", "reward_fn")
+
+
+def content_hashes(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """SHA-256 of the file behind each argument that names one (`file.py:name` too)."""
+    found = {}
+    for name in FILES:
+        path = Path(str(arguments.get(name) or "").partition(":")[0])
+        if path.is_file():
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
@@ -40,6 +54,12 @@ def changed_arguments(run: Mapping[str, Any], arguments: Mapping[str, Any]) -> s
         f"{name} was {before[name]}, is {value}" if name in before else f"{name} is new"
         for name, value in now.items()
         if name not in NOT_COMPARED and (name not in before or before[name] != value)
+    ]
+    hashes = run.get("file_hashes", {})
+    differing += [
+        f"the file of {name} has changed"
+        for name, found in content_hashes(arguments).items()
+        if before.get(name) == now[name] and hashes.get(name) != found
     ]
     more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
     return ", ".join(differing[:3]) + more

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.chat import encode_prompt, stop_token_ids
+from data.chat import encode_dialogue, encode_prompt, stop_token_ids
 from rlhf import cli, eval_prompts
 from rlhf.answering import contrastive_search
 from rlhf.eval_flags import prompt_eval_parser
 from rlhf.flags import parse
-from rlhf.models import load_score_model, load_tokenizer, new_score_model, score_texts
+from rlhf.models import load_score_model, load_tokenizer, new_score_model, score_texts, scores
 from tests.rlhf import tiny_models
 
 
@@ -89,6 +89,21 @@ def compare(*flags):
     return eval_prompts.compare(parse(prompt_eval_parser(), [*models, "--max_new_tokens", "6", *flags]))
 
 
+def test_an_answer_that_runs_on_is_scored_whole(reward_model):
+    """Markers that a model writes begin no turn: the score is that of these tokens behind this prompt."""
+    said = "A.\n\nHuman: and?\n\nAssistant: B"
+    rows = [{"prompt": text("Say red.", "").rstrip(), "answers": {"greedy": {"m": [{"text": said}]}}}]
+    args = parse(prompt_eval_parser(), ["--model_name_or_path_baseline", "b", "--model_name_or_path_finetune", "f",
+                                        "--reward_model_name_or_path", str(reward_model)])  # fmt: skip
+    eval_prompts._score([{"prompt": rows[0]["prompt"]}], rows, args)
+    model, tokenizer = load_score_model(reward_model), load_tokenizer(reward_model)
+    prompt = encode_prompt(tokenizer, rows[0]["prompt"])
+    ids = prompt + tokenizer(" " + said, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    with torch.no_grad():
+        wanted = float(scores(model, torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)))
+    assert rows[0]["answers"]["greedy"]["m"][0]["score"] == pytest.approx(wanted, abs=1e-5)
+
+
 def test_models_side_by_side(reward_model, tmp_path):
     judge = tmp_path / "judge.py"
     judge.write_text("def longer(prompt, answer):\n    return len(answer)\n")
@@ -100,19 +115,23 @@ def test_models_side_by_side(reward_model, tmp_path):
         assert [len(row["answers"]["greedy"][path]) for path in found["models"]] == [1, 1, 1]
         assert [len(row["answers"]["sample"][path]) for path in found["models"]] == [3, 3, 3]
     model, tokenizer = load_score_model(reward_model), load_tokenizer(reward_model)
+
+    @torch.no_grad()
+    def score(prompt, answer):
+        ids = torch.tensor([encode_dialogue(tokenizer, prompt, answer)[0]])
+        return float(scores(model, ids, torch.ones_like(ids).bool()))
+
     for decoding in ("greedy", "sample"):
-        wins, scores = [], []
+        wins, of_mine = [], []
         for row in found["prompts"]:
             mine, theirs = ([one["text"] for one in row["answers"][decoding][path]] for path in (other, base))
-            mine, theirs = (
-                score_texts(model, tokenizer, [f"{row['prompt']} {answer}" for answer in some]).tolist()
-                for some in (mine, theirs)
-            )
-            scores += mine
+            # by their tokens: some of these random answers have markers in them
+            mine, theirs = ([score(row["prompt"], answer) for answer in some] for some in (mine, theirs))
+            of_mine += mine
             beaten = [1 if a > b else 0.5 if a == b else 0 for a in mine for b in theirs]
             wins.append(sum(beaten) / len(beaten))
         summary = found["summary"][decoding]
-        assert summary[other]["score_mean"] == pytest.approx(sum(scores) / len(scores), abs=1e-5)
+        assert summary[other]["score_mean"] == pytest.approx(sum(of_mine) / len(of_mine), abs=1e-5)
         assert summary[other]["score_win_rate"] == pytest.approx(sum(wins) / 2)
         assert summary[other]["gold_mean"] == pytest.approx(summary[other]["length_mean"])
         assert "score_win_rate" not in summary[base]

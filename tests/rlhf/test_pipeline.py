@@ -10,7 +10,7 @@ from rlhf import pipeline
 from rlhf.flags import spelled
 from rlhf.launch import StageFailed, run_stage
 from rlhf.pipeline_recipes import PRETRAINED, SAMPLE, SAMPLE_JUDGE
-from rlhf.pipeline_state import changed_arguments, read_run
+from rlhf.pipeline_state import changed_arguments, content_hashes, read_run
 
 
 @pytest.fixture
@@ -208,6 +208,16 @@ def test_what_changed_in_words():
     assert changed_arguments(run, {"seed": 2, "lr": 1.0}) == "seed was 1, is 2"
     many = changed_arguments(run, {"seed": 2, "dropout": 0.1, "lr": 2.0, "new": 1, "newer": 2})
     assert many.endswith("and 2 more")
+
+
+def test_a_file_that_changed_under_its_name_is_a_change(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"gradient_clipping": 1.0}')
+    arguments = {"deepspeed_config": str(path), "reward_fn": None}
+    run = {"arguments": dict(arguments), "file_hashes": content_hashes(arguments)}
+    assert changed_arguments(run, arguments) == ""
+    path.write_text('{"gradient_clipping": 0.5}')
+    assert changed_arguments(run, arguments) == "the file of deepspeed_config has changed"
 
 
 def test_a_broken_run_file_says_what_to_remove(tmp_path):
