@@ -25,34 +25,18 @@ import time
 from collections.abc import Callable
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
+from bench.common import SIZES, make_llama
 from bench.vllm_peer import VllmPeer
 from engine.hybrid.generator import Generator
 
-SIZES = {  # hidden, intermediate, layers, heads, vocabulary
-    "1.3m": (128, 352, 4, 4, 2048),
-    "34m": (512, 1376, 8, 8, 8192),
-    "134m": (768, 2048, 12, 12, 32000),
-}
 BATCH = 16
 Load = list[tuple[list[int], int]]  # (prompt, new tokens) of each request
 
 
-def make_model(size: str, dtype: torch.dtype) -> LlamaForCausalLM:
-    hidden, intermediate, layers, heads, vocabulary = SIZES[size]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config).to(dtype).eval()
+def make_model(size: str, dtype: torch.dtype) -> PreTrainedModel:
+    return make_llama(size, tied=True).to(dtype).eval()
 
 
 def make_load(name: str, vocabulary: int) -> Load:
@@ -173,7 +157,7 @@ def compare(size: str, dtype: str, load_name: str, args: argparse.Namespace, ban
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["1.3m", "34m", "134m"])
     parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp32"], default=["bf16", "fp32"])
     parser.add_argument("--loads", nargs="+", choices=["full", "heavy"], default=["full", "heavy"])
     parser.add_argument("--peers", nargs="*", choices=["generate", "continuous"], default=["generate", "continuous"])

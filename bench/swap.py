@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 
 import engine
-from bench.generate import SIZES, make_model
-from bench.zero import free_port
+from bench.common import SIZES, free_port, make_llama
 from engine.hybrid.layout import Target
 from engine.sharding import whole
 
@@ -79,7 +78,7 @@ def rank_main(rank: int, ranks: int, port: int, tp: int, args: argparse.Namespac
     os.environ["WORLD_SIZE"] = str(ranks)
     torch.set_num_threads(args.threads)
     engine.init_distributed()
-    eng = engine.initialize(make_model(size, torch.float32), config(tp))
+    eng = engine.initialize(make_llama(size, tied=True), config(tp))
     swap = eng._core.swap
 
     def swapped() -> list[torch.Tensor]:

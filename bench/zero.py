@@ -1,6 +1,6 @@
 """Training speed of the ZeRO engine beside a hand-written FSDP2 loop, DDP, plain torch and, where installed, DeepSpeed.
 
-    python -m bench.zero [--ranks 1 2] [--stages 0 1 2 3] [--dtypes bf16 fp32] [--size 33m] [--rounds 7]
+    python -m bench.zero [--ranks 1 2] [--stages 0 1 2 3] [--dtypes bf16 fp32] [--size 34m] [--rounds 7]
 
 All contenders of one rank count and type live in the same processes and run in turn, round after round, on the same
 batches; a line gives the median over rounds of tokens per second, of its ratio to each peer, and the last loss (the
@@ -14,7 +14,6 @@ import json
 import multiprocessing
 import os
 import resource
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -23,32 +22,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import engine
 from bench import zero_peers
-
-SIZES = {  # hidden, intermediate, layers, heads, vocabulary
-    "tiny": (64, 176, 2, 4, 512),
-    "33m": (512, 1376, 8, 8, 8192),
-    "134m": (768, 2048, 12, 12, 32000),
-}
+from bench.common import SIZES, free_port, make_llama
 
 
 def make_model(args: argparse.Namespace) -> torch.nn.Module:
     """A Llama with untied embeddings, the same on every rank and for every contender."""
-    hidden, intermediate, layers, heads, vocabulary = SIZES[args.size]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).float().to(engine.distributed.device())
+    model = make_llama(args.size, tied=False).to(engine.distributed.device())
+    model.config.use_cache = False
+    return model
 
 
 def make_batches(args: argparse.Namespace) -> list[torch.Tensor]:
@@ -111,12 +95,6 @@ def rank_main(
         dist.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 def peak_bytes() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
@@ -169,7 +147,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--dtypes", nargs="+", choices=["bf16", "fp32"], default=["bf16", "fp32"])
-    parser.add_argument("--size", choices=list(SIZES), default="33m")
+    parser.add_argument("--size", choices=list(SIZES), default="34m")
     parser.add_argument("--micro", type=int, default=4, help="rows a micro-batch")
     parser.add_argument("--length", type=int, default=256, help="tokens a row")
     parser.add_argument("--accumulation", type=int, default=2, help="micro-batches an optimizer step")
