@@ -99,7 +99,7 @@ def new_report(opened: Opened) -> SourceReport:
 
 
 def load_rows(
-    source: SourceLike, split: str = "train", *, on_bad_row: str = "drop"
+    source: SourceLike, split: str = "train", *, on_bad_row: str = "drop", max_bad_rows: float = BadRows.limit
 ) -> tuple[list[Row], dict[str, Any]]:
     """All usable rows of a source and the account of the others.
 
@@ -107,6 +107,7 @@ def load_rows(
         source: file, folder, "sample", or hub name, see `data.sources`.
         split: "train" or "eval".
         on_bad_row: "drop" counts bad rows by reason, "error" stops at the first.
+        max_bad_rows: share of rows that cannot be read, above which the source is refused.
 
     Returns:
         rows: dicts of text, see `data.shapes`.
@@ -124,7 +125,7 @@ def load_rows(
         raise ValueError(f"{opened.source.name}: has no evaluation part: give a folder with train and eval files")
     report = new_report(opened)
     rows: list[Row] = []
-    for _, _, found in read_rows(records, opened.source, report, bad_rows=BadRows(on_bad_row)):
+    for _, _, found in read_rows(records, opened.source, report, bad_rows=BadRows(on_bad_row, max_bad_rows)):
         report.rows_train += 1
         rows += found
     if not rows:

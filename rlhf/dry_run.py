@@ -18,7 +18,7 @@ from engine.precision import compute_dtype
 from rlhf.arguments import STAGE_PARSERS
 from rlhf.dry_run_models import Planned, planned_models
 from rlhf.ppo_options import answers_per_iteration, count_ppo_steps, resolve_options
-from rlhf.training import count_steps
+from rlhf.steps import count_steps
 
 GIB = 1024**3
 PART = {"sft": 0, "reward": 1, "dpo": 1, "ppo": 2}  # of --data_split

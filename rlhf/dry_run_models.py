@@ -18,7 +18,7 @@ from rlhf.lora import Lora, actor_lora, add_adapters, critic_lora, lora_of
 from rlhf.models import ScoreModel
 from rlhf.ppo_configs import actor_config, critic_config, reference_config, reward_config
 from rlhf.ppo_options import shares_reference, uses_reward_model
-from rlhf.training import inference_config, train_config
+from rlhf.training import inference_config, stage_config
 
 
 @dataclass
@@ -51,17 +51,9 @@ def planned_models(stage: str, args: Namespace, stand_ins: Mapping[str, str]) ->
     if stage == "ppo":
         return _ppo(args, stand_ins)
     path, micro_batch = _known(args.model_name_or_path, stand_ins), args.per_device_train_batch_size
-    config = train_config(
-        args,
-        zero_stage=args.zero_stage,
-        micro_batch=micro_batch,
-        learning_rate=args.learning_rate,
-        weight_decay=args.weight_decay,
-        total_steps=1,
-    )
     lora = lora_of(args)
     name = {"sft": "model", "reward": "reward model", "dpo": "policy"}[stage]
-    models = [_planned(name, path, config, score=stage == "reward", lora=lora)]
+    models = [_planned(name, path, stage_config(args, 1), score=stage == "reward", lora=lora)]
     if stage == "dpo" and not (lora and args.only_optimize_lora):
         frozen = inference_config(args, zero_stage=args.zero_stage, micro_batch=micro_batch, offload=args.offload)
         models.append(_planned("reference", path, frozen))

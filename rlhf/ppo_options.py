@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rlhf.choices import CRITIC_FREE, GROUPED
-from rlhf.training import count_steps
+from rlhf.steps import count_steps
 
 GROUP_SIZE = 8  # answers a prompt of grpo and rloo when not said
 

@@ -1,9 +1,10 @@
-"""From a stage's flags to its data: the one place where the flags of `rlhf.data_flags` are read."""
+"""From a stage's flags to its tokenizer and data: the one place where the flags of `rlhf.data_flags` are read."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from data import (
@@ -16,23 +17,41 @@ from data import (
 )
 from data.chat import use_template_file
 from engine import distributed
+from rlhf.end_token import use_eot_token
+from rlhf.flag_groups import EOT_TOKEN
 from rlhf.metrics import write_data_report
+from rlhf.models import load_tokenizer
 
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
+
+
+def stage_tokenizer(path: str | Path, args: argparse.Namespace, trained: str = "") -> Any:
+    """The tokenizer of the model at `path`, with what `--chat_template` and `--add_eot_token` make of it.
+
+    Args:
+        trained: see `rlhf.end_token.use_eot_token`.
+
+    Raises:
+        FileNotFoundError, ValueError: no such folder or template, or an end token that does not fit, in one line.
+    """
+    tokenizer = load_tokenizer(path)
+    if args.chat_template:
+        use_template_file(tokenizer, args.chat_template)
+    if args.add_eot_token:
+        use_eot_token(tokenizer, getattr(args, "eot_token", EOT_TOKEN), trained=trained)
+    return tokenizer
 
 
 def load_data(stage: str, tokenizer: Any, args: argparse.Namespace) -> StageData:
     """The items that `args` ask for, as `stage` ("sft", "reward" or "ppo") takes them. Collective.
 
-    Gives the tokenizer the chat template of `--chat_template`, writes `data_report.json`, and prints how many
+    Writes `data_report.json`, and prints how many
     rows of each source were read, used and dropped. With `--streaming`, `train` is an `ItemStream` and `eval` a list,
     and `report_stream` says at the end what became of the rows.
 
     Raises:
         FileNotFoundError, ValueError: as `data.load_stage_data`, in one line.
     """
-    if args.chat_template:
-        use_template_file(tokenizer, args.chat_template)
     if args.streaming:
         return _open_stream(stage, tokenizer, args)
     data = load_stage_data(stage, tokenizer, data_output_path=args.data_output_path, **data_options(args))
@@ -41,13 +60,16 @@ def load_data(stage: str, tokenizer: Any, args: argparse.Namespace) -> StageData
 
 
 def _open_stream(stage: str, tokenizer: Any, args: argparse.Namespace) -> StageData:
+    options = data_options(args)
+    if not args.stream_eval_rows:
+        options["eval_fraction"] = 0.0  # nothing is evaluated, so every row trains
     stream = stream_stage_data(
         stage,
         tokenizer,
         buffer_rows=args.shuffle_buffer,
         rank=distributed.rank(),
         world_size=distributed.world_size(),
-        **data_options(args),
+        **options,
     )
     held_out = stream.held_out(args.stream_eval_rows)
     if not held_out and args.eval_fraction and args.stream_eval_rows:
@@ -70,6 +92,12 @@ def _write_report(data: StageData, args: argparse.Namespace) -> None:
     if distributed.is_main():
         for line in data.report["lines"]:
             print(f"data: {line}", flush=True)
+
+
+def source_names(report: dict[str, Any]) -> list[str]:
+    """The sources of a data report by name, told apart by number where two have the same."""
+    names = [source["name"] for source in report["sources"]]
+    return [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names, 1)]
 
 
 def collate_with(collate: Callable[..., dict[str, Any]], tokenizer: Any, args: argparse.Namespace) -> Collate:

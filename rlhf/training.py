@@ -14,7 +14,7 @@ import engine
 from data import BatchSampler
 from engine.optimizers import parameter_groups
 from rlhf.deepspeed_config import lay_over
-from rlhf.lora import Lora, add_adapters
+from rlhf.lora import Lora, add_adapters, lora_of
 from rlhf.metrics import compute_type
 from rlhf.model_files import resolve
 
@@ -53,6 +53,31 @@ def train_config(
         "hybrid_engine": hybrid_engine or {"enabled": False},
     }
     return lay_over(config, args.deepspeed_config) if args.deepspeed_config else config
+
+
+def stage_config(args: argparse.Namespace, total_steps: int) -> dict[str, Any]:
+    """The config of the one model that SFT, the reward stage or DPO trains."""
+    return train_config(
+        args,
+        zero_stage=args.zero_stage,
+        micro_batch=args.per_device_train_batch_size,
+        learning_rate=args.learning_rate,
+        weight_decay=args.weight_decay,
+        total_steps=total_steps,
+    )
+
+
+def stage_engine(
+    module: torch.nn.Module, args: argparse.Namespace, *, path: str | Path, total_steps: int
+) -> engine.Engine:
+    """The engine of that model, which came from `path`."""
+    return training_engine(
+        module,
+        stage_config(args, total_steps),
+        path=path,
+        gradient_checkpointing=args.gradient_checkpointing,
+        lora=lora_of(args),
+    )
 
 
 def inference_config(
@@ -125,33 +150,6 @@ def batch_stream(sampler: BatchSampler, start: int = 0) -> Iterator[tuple[int, l
         epoch, batch = epoch + 1, 0
 
 
-def count_steps(batches_per_epoch: int | None, args: argparse.Namespace) -> int:
-    """Optimizer steps of a run: whole accumulation windows over all epochs, at most `--max_steps`. A stream, which
-    does not know its epochs (None), runs for `--max_steps`.
-
-    Raises:
-        ValueError: there is not one whole step in the data, or a stream without `--max_steps`.
-    """
-    if batches_per_epoch is None:
-        if not args.max_steps:
-            raise ValueError("--streaming does not know how many rows there are: say with --max_steps when to stop")
-        return args.max_steps
-    steps = args.num_train_epochs * batches_per_epoch // args.gradient_accumulation_steps
-    if steps == 0:
-        raise ValueError(
-            f"{args.num_train_epochs} epoch(s) of {batches_per_epoch} micro-batch(es) make no optimizer step with "
-            f"--gradient_accumulation_steps {args.gradient_accumulation_steps}: lower it or the batch size"
-        )
-    return min(steps, args.max_steps) if args.max_steps else steps
-
-
-def evaluation_interval(batches_per_epoch: int | None, args: argparse.Namespace) -> int:
-    """Optimizer steps between evaluations: as asked for, else an epoch; 0, none before the end, for a stream."""
-    if args.eval_interval or batches_per_epoch is None:
-        return args.eval_interval
-    return max(1, batches_per_epoch // args.gradient_accumulation_steps)
-
-
 def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
@@ -180,8 +178,3 @@ def save_model(eng: engine.Engine, tokenizer: Any, folder: Path | str, **options
     if engine.distributed.is_main():
         tokenizer.save_pretrained(folder)
     engine.distributed.barrier()
-
-
-def is_due(step: int, interval: int) -> bool:
-    """True after every `interval`-th step; never for 0."""
-    return interval > 0 and step % interval == 0

@@ -17,34 +17,29 @@ from __future__ import annotations
 import time
 
 import torch
-from transformers import set_seed
 
 import engine
 from data import collate_answers
 from rlhf.arguments import dpo_parser, parse
 from rlhf.dry_run import dry_run
-from rlhf.end_token import use_eot_token
 from rlhf.experience import answer_logprobs
 from rlhf.feed import open_feed
 from rlhf.launch import stage_main
-from rlhf.lora import WithoutAdapters, lora_of
+from rlhf.lora import WithoutAdapters
 from rlhf.losses import dpo_loss
-from rlhf.metrics import MetricAccumulator, MetricsWriter, write_run_json
-from rlhf.models import load_actor, load_tokenizer
+from rlhf.metrics import MetricAccumulator, MetricsWriter
+from rlhf.models import load_actor
 from rlhf.progress import Progress
-from rlhf.stage_data import collate_with, load_data, report_stream
+from rlhf.stage_data import collate_with, load_data, stage_tokenizer
+from rlhf.stage_run import end_run, start_run, step_figures
+from rlhf.steps import count_steps, evaluation_interval, is_due
 from rlhf.training import (
     checkpoint_folder,
-    count_steps,
-    evaluation_interval,
     inference_config,
-    is_due,
-    refuse_to_bury,
     sampler_for,
     save_model,
+    stage_engine,
     to_device,
-    train_config,
-    training_engine,
 )
 
 
@@ -53,14 +48,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(dpo_parser(), argv)
     if args.dry_run:
         return dry_run("dpo", args)
-    engine.init_distributed()
-    set_seed(args.seed)
-    refuse_to_bury(args)
-    write_run_json(args.output_dir, args, status="running")
+    start_run(args)
 
-    tokenizer = load_tokenizer(args.model_name_or_path)
-    if args.add_eot_token:
-        use_eot_token(tokenizer, trained="--model_name_or_path")
+    tokenizer = stage_tokenizer(args.model_name_or_path, args, trained="--model_name_or_path")
     data = load_data("reward", tokenizer, args)
 
     micro_batch = args.per_device_train_batch_size
@@ -69,21 +59,12 @@ def main(argv: list[str] | None = None) -> None:
     total_steps = count_steps(feed.batches_per_epoch, args)
     # no dropout unless asked for: with it the policy would not start at the reference
     model = load_actor(args.model_name_or_path, dropout=args.dropout or 0.0)
-    config = train_config(
-        args,
-        zero_stage=args.zero_stage,
-        micro_batch=micro_batch,
-        learning_rate=args.learning_rate,
-        weight_decay=args.weight_decay,
-        total_steps=total_steps,
-    )
-    path, checkpointing = args.model_name_or_path, args.gradient_checkpointing
-    eng = training_engine(model, config, path=path, gradient_checkpointing=checkpointing, lora=lora_of(args))
+    eng = stage_engine(model, args, path=args.model_name_or_path, total_steps=total_steps)
     if args.lora_dim and args.only_optimize_lora:
         reference = WithoutAdapters(eng)
     else:
         reference = engine.initialize(
-            load_actor(path, dropout=0.0),
+            load_actor(args.model_name_or_path, dropout=0.0),
             inference_config(args, zero_stage=args.zero_stage, micro_batch=micro_batch, offload=args.offload),
         ).eval()
     if args.resume:
@@ -112,19 +93,8 @@ def main(argv: list[str] | None = None) -> None:
             tokens = int(engine.distributed.all_reduce_sums([tokens])[0])
             seconds = time.perf_counter() - started
             shown = {"loss": metrics["loss"], "accuracy": metrics["accuracy"], "margin": metrics["reward_margin"]}
-            writer.log(
-                step,
-                {
-                    **metrics,
-                    "lr": lr,
-                    "grad_norm": eng.get_global_grad_norm(),
-                    "epoch": epoch,
-                    "tokens": tokens,
-                    "skipped": eng.skipped_steps,
-                    "step_seconds": seconds,
-                    "tokens_per_second": tokens / seconds,
-                },
-            )
+            line = step_figures(eng, lr=lr, epoch=epoch, tokens=tokens, seconds=seconds)
+            writer.log(step, {**metrics, **line})
             progress.update(step, **shown)
             if is_due(step, eval_interval) or step == total_steps:
                 writer.log_eval(step, evaluate(eng, reference, data.eval, collate, args))
@@ -132,9 +102,7 @@ def main(argv: list[str] | None = None) -> None:
                 eng.save_checkpoint(checkpoint_folder(args), client_state={"data": feed.state_dict()})
 
     save_model(eng, tokenizer, args.output_dir)
-    report_stream(data, args)
-    writer.close()
-    write_run_json(args.output_dir, args, status="complete")
+    end_run(args, data, writer)
 
 
 def batch_loss(model, reference, batch: dict[str, torch.Tensor], args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -12,14 +12,12 @@ import time
 from argparse import Namespace
 
 import torch
-from transformers import set_seed
 
 import engine
 from rlhf.advantage import shape_rewards, shape_scores, whiten
 from rlhf.arguments import parse, ppo_parser
 from rlhf.choices import WHITENED
 from rlhf.dry_run import dry_run
-from rlhf.end_token import use_eot_token
 from rlhf.estimators import estimate_advantages
 from rlhf.evaluation import Evaluator, show
 from rlhf.experience import Experience
@@ -27,9 +25,8 @@ from rlhf.feed import open_feed
 from rlhf.gold import load_gold
 from rlhf.kl import make_controller
 from rlhf.launch import stage_main
-from rlhf.metrics import MetricsWriter, write_run_json
+from rlhf.metrics import MetricsWriter
 from rlhf.micro_batches import Cut, update_parts
-from rlhf.models import load_tokenizer
 from rlhf.ppo_metrics import StepMetrics
 from rlhf.ppo_models import load_models, resume, save, save_models
 from rlhf.ppo_options import answers_per_iteration, count_ppo_steps, resolve_options
@@ -38,8 +35,9 @@ from rlhf.progress import Progress
 from rlhf.ptx import PTX, text_source
 from rlhf.rollout import Models, Rollout, generate, judge
 from rlhf.score_scale import ScoreScale
-from rlhf.stage_data import load_data, report_stream
-from rlhf.training import is_due, refuse_to_bury
+from rlhf.stage_data import load_data, stage_tokenizer
+from rlhf.stage_run import end_run, start_run
+from rlhf.steps import is_due
 
 EMA_BETA = 0.992
 LOGGED_ANSWERS = 2  # of an evaluation; TensorBoard has --eval_samples
@@ -51,14 +49,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.dry_run:
         return dry_run("ppo", args)
     resolve_options(args)
-    engine.init_distributed()
-    set_seed(args.seed)
-    refuse_to_bury(args)
-    write_run_json(args.output_dir, args, status="running")
+    start_run(args)
 
-    tokenizer = load_tokenizer(args.actor_model_name_or_path)
-    if args.add_eot_token:
-        use_eot_token(tokenizer, trained="--actor_model_name_or_path")
+    tokenizer = stage_tokenizer(args.actor_model_name_or_path, args, trained="--actor_model_name_or_path")
     gold = load_gold(args.gold_fn) if args.gold_fn else None
     data = load_data("ppo", tokenizer, args)
 
@@ -149,9 +142,7 @@ def main(argv: list[str] | None = None) -> None:
         save_models(args, models, tokenizer)
         evaluate(evaluator, models, writer, progress, "after")
 
-    report_stream(data, args)
-    writer.close()
-    write_run_json(args.output_dir, args, status="complete")
+    end_run(args, data, writer)
 
 
 def evaluate(

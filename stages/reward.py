@@ -13,33 +13,27 @@ from __future__ import annotations
 import time
 
 import torch
-from transformers import set_seed
 
-import engine
 from data import collate_answers
 from rlhf.arguments import parse, reward_parser
 from rlhf.dry_run import dry_run
-from rlhf.end_token import fit_end_token, use_eot_token
+from rlhf.end_token import fit_end_token
 from rlhf.feed import open_feed
 from rlhf.launch import stage_main
-from rlhf.lora import lora_of
 from rlhf.losses import pair_loss, pair_token_loss, single_loss
-from rlhf.metrics import MetricsWriter, write_run_json
-from rlhf.models import end_scores, load_tokenizer, new_score_model
+from rlhf.metrics import MetricsWriter
+from rlhf.models import end_scores, new_score_model
 from rlhf.progress import Progress
 from rlhf.reward_metrics import Judged, RewardEvaluation, RewardMeter
-from rlhf.stage_data import collate_with, load_data, report_stream
+from rlhf.stage_data import collate_with, load_data, source_names, stage_tokenizer
+from rlhf.stage_run import end_run, start_run, step_figures
+from rlhf.steps import count_steps, evaluation_interval, is_due
 from rlhf.training import (
     checkpoint_folder,
-    count_steps,
-    evaluation_interval,
-    is_due,
-    refuse_to_bury,
     sampler_for,
     save_model,
+    stage_engine,
     to_device,
-    train_config,
-    training_engine,
 )
 
 
@@ -48,14 +42,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(reward_parser(), argv)
     if args.dry_run:
         return dry_run("reward", args)
-    engine.init_distributed()
-    set_seed(args.seed)
-    refuse_to_bury(args)
-    write_run_json(args.output_dir, args, status="running")
+    start_run(args)
 
-    tokenizer = load_tokenizer(args.model_name_or_path)
-    if args.add_eot_token:
-        use_eot_token(tokenizer)
+    tokenizer = stage_tokenizer(args.model_name_or_path, args)
     data = load_data("reward", tokenizer, args)
 
     feed = open_feed(data.train, args.per_device_train_batch_size, args)
@@ -64,16 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     model = new_score_model(args.model_name_or_path, tokenizer, seed=args.seed, dropout=args.dropout)
     if args.add_eot_token:
         fit_end_token(model.model, tokenizer)
-    config = train_config(
-        args,
-        zero_stage=args.zero_stage,
-        micro_batch=args.per_device_train_batch_size,
-        learning_rate=args.learning_rate,
-        weight_decay=args.weight_decay,
-        total_steps=total_steps,
-    )
-    path, checkpointing = args.model_name_or_path, args.gradient_checkpointing
-    eng = training_engine(model, config, path=path, gradient_checkpointing=checkpointing, lora=lora_of(args))
+    eng = stage_engine(model, args, path=args.model_name_or_path, total_steps=total_steps)
     if args.resume:
         _, state = eng.load_checkpoint(checkpoint_folder(args))
         feed.load_state_dict(state["data"])
@@ -95,18 +75,8 @@ def main(argv: list[str] | None = None) -> None:
             metrics = meter.reduce()
             seconds = time.perf_counter() - started
             shown = {"loss": metrics["loss"], "accuracy": metrics["accuracy"], "lr": lr}
-            writer.log(
-                step,
-                {
-                    **metrics,
-                    "lr": lr,
-                    "grad_norm": eng.get_global_grad_norm(),
-                    "epoch": epoch,
-                    "skipped": eng.skipped_steps,
-                    "step_seconds": seconds,
-                    "tokens_per_second": metrics["tokens"] / seconds,
-                },
-            )
+            line = step_figures(eng, lr=lr, epoch=epoch, tokens=metrics["tokens"], seconds=seconds)
+            writer.log(step, {**metrics, **line})
             progress.update(step, **shown)
             if is_due(step, eval_interval) or step == total_steps:
                 limit = None if step == total_steps else args.eval_iters
@@ -115,9 +85,7 @@ def main(argv: list[str] | None = None) -> None:
                 eng.save_checkpoint(checkpoint_folder(args), client_state={"data": feed.state_dict()})
 
     save_model(eng, tokenizer, args.output_dir)
-    report_stream(data, args)
-    writer.close()
-    write_run_json(args.output_dir, args, status="complete")
+    end_run(args, data, writer)
 
 
 def batch_loss(model, batch: dict[str, torch.Tensor], args) -> tuple[torch.Tensor, Judged]:
@@ -167,7 +135,7 @@ def evaluate(eng, data, collate, args, limit: int | None) -> dict[str, object]:
         _, judged = batch_loss(eng, batch, args)
         if indices:
             evaluation.add(judged)
-    return evaluation.result([source["name"] for source in data.report["sources"]])
+    return evaluation.result(source_names(data.report))
 
 
 if __name__ == "__main__":

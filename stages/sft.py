@@ -10,36 +10,31 @@ import math
 import time
 
 import torch
-from transformers import set_seed
 
-import engine
 from data import load_rows
+from data.sources import with_shape
 from engine.distributed import all_reduce_sums
 from rlhf import recipes
 from rlhf.arguments import parse, sft_parser
 from rlhf.dry_run import dry_run
-from rlhf.end_token import fit_end_token, use_eot_token
+from rlhf.end_token import fit_end_token
 from rlhf.experience import positions
 from rlhf.feed import open_feed
 from rlhf.launch import stage_main
-from rlhf.lora import lora_of
 from rlhf.losses import causal_lm_loss
-from rlhf.metrics import MetricsWriter, write_run_json
-from rlhf.models import load_actor, load_tokenizer
+from rlhf.metrics import MetricsWriter
+from rlhf.models import load_actor
 from rlhf.packing import check_packing, packed_logits
 from rlhf.progress import Progress
-from rlhf.stage_data import load_data, report_stream, sft_collates
+from rlhf.stage_data import load_data, sft_collates, stage_tokenizer
+from rlhf.stage_run import end_run, start_run, step_figures
+from rlhf.steps import count_steps, evaluation_interval, is_due
 from rlhf.training import (
     checkpoint_folder,
-    count_steps,
-    evaluation_interval,
-    is_due,
-    refuse_to_bury,
     sampler_for,
     save_model,
+    stage_engine,
     to_device,
-    train_config,
-    training_engine,
 )
 
 
@@ -48,17 +43,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(sft_parser(), argv)
     if args.dry_run:
         return dry_run("sft", args)
-    engine.init_distributed()
-    set_seed(args.seed)
-    refuse_to_bury(args)
-    write_run_json(args.output_dir, args, status="running")
+    start_run(args)
 
     model_path = args.model_name_or_path
     if recipes.is_recipe(model_path):
         model_path = new_model(args)
-    tokenizer = load_tokenizer(model_path)
-    if args.add_eot_token:
-        use_eot_token(tokenizer, args.eot_token)
+    tokenizer = stage_tokenizer(model_path, args)
     data = load_data("sft", tokenizer, args)
 
     feed = open_feed(data.train, args.per_device_train_batch_size, args)
@@ -69,16 +59,7 @@ def main(argv: list[str] | None = None) -> None:
         fit_end_token(model, tokenizer)
     if args.packing:
         check_packing(model, args.max_seq_len)
-    config = train_config(
-        args,
-        zero_stage=args.zero_stage,
-        micro_batch=args.per_device_train_batch_size,
-        learning_rate=args.learning_rate,
-        weight_decay=args.weight_decay,
-        total_steps=total_steps,
-    )
-    checkpointing = args.gradient_checkpointing
-    eng = training_engine(model, config, path=model_path, gradient_checkpointing=checkpointing, lora=lora_of(args))
+    eng = stage_engine(model, args, path=model_path, total_steps=total_steps)
     if args.resume:
         _, state = eng.load_checkpoint(checkpoint_folder(args))
         feed.load_state_dict(state["data"])
@@ -102,17 +83,8 @@ def main(argv: list[str] | None = None) -> None:
             loss_sum, count, tokens = all_reduce_sums(totals.tolist())
             seconds = time.perf_counter() - started
             shown = {"loss": loss_sum / max(count, 1), "lr": lr, "grad_norm": eng.get_global_grad_norm()}
-            writer.log(
-                step,
-                {
-                    **shown,
-                    "epoch": epoch,
-                    "tokens": int(tokens),
-                    "skipped": eng.skipped_steps,
-                    "step_seconds": seconds,
-                    "tokens_per_second": tokens / seconds,
-                },
-            )
+            line = step_figures(eng, lr=lr, epoch=epoch, tokens=tokens, seconds=seconds)
+            writer.log(step, {**shown, **line})
             progress.update(step, **shown)
             if args.print_loss:
                 progress.print(f"step {step}: loss {shown['loss']:.4f}")
@@ -122,9 +94,7 @@ def main(argv: list[str] | None = None) -> None:
                 eng.save_checkpoint(checkpoint_folder(args), client_state={"data": feed.state_dict()})
 
     save_model(eng, tokenizer, args.output_dir)
-    report_stream(data, args)
-    writer.close()
-    write_run_json(args.output_dir, args, status="complete")
+    end_run(args, data, writer)
 
 
 def batch_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
@@ -163,7 +133,8 @@ def new_model(args) -> str:
 
     def texts():
         for source in [*args.data_path, *args.sft_only_data_path]:
-            for row in load_rows(source)[0]:
+            shaped = with_shape(source, args.data_format)
+            for row in load_rows(shaped, on_bad_row=args.on_bad_row, max_bad_rows=args.max_bad_rows)[0]:
                 yield from (row["prompt"] + " " + row[key] for key in ("response", "chosen") if row.get(key))
 
     recipes.build(args.model_name_or_path, texts(), folder, args.seed)

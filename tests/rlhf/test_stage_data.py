@@ -7,8 +7,9 @@ import pytest
 
 from data.chat import IGNORE
 from rlhf.arguments import STAGE_PARSERS, parse
-from rlhf.stage_data import load_data
+from rlhf.stage_data import load_data, source_names, stage_tokenizer
 from tests.data.kit import CHATML, byte_level_fast
+from tests.rlhf import tiny_models
 
 MODELS = {
     "sft": ["--model_name_or_path", "m"],
@@ -45,6 +46,20 @@ def test_eval_fraction_and_the_report_on_disk(load, stage, tmp_path, capsys):
     assert (report["totals"]["rows_train"], report["totals"]["rows_eval"]) == (7, 3)
     assert re.search(r"^data: .*rows.jsonl: 10 rows read, 7 used, 3 evaluated on$", capsys.readouterr().out, re.M)
     assert len(load(stage, rows(), "--eval_fraction", "0").eval) == 0
+
+
+def test_an_end_token_beside_a_chat_template_is_refused(tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text(CHATML)
+    argv = ["--model_name_or_path", str(tiny_models.folder()), "--output_dir", "o", "--add_eot_token"]
+    argv += ["--chat_template", str(template)]
+    with pytest.raises(ValueError, match="--add_eot_token: the tokenizer has a chat template"):
+        stage_tokenizer(tiny_models.folder(), parse(STAGE_PARSERS["sft"](), argv))
+
+
+def test_sources_of_one_name_are_told_apart():
+    report = {"sources": [{"name": name} for name in ("a", "owner/set", "owner/set")]}
+    assert source_names(report) == ["a", "owner/set (2)", "owner/set (3)"]
 
 
 @pytest.mark.parametrize("stage", MODELS)
@@ -93,14 +108,21 @@ def test_data_format_fixes_the_shape(load):
 
 @pytest.mark.parametrize("stage", MODELS)
 def test_a_chat_template_from_a_file(load, stage, tmp_path):
-    tokenizer = byte_level_fast()
     (tmp_path / "chat.jinja").write_text(CHATML)
-    data = load(stage, rows(), "--chat_template", str(tmp_path / "chat.jinja"), tokenizer=tokenizer)
+    for part in (byte_level_fast(), tiny_models.causal_model("llama").config):
+        part.save_pretrained(tmp_path / "model")
+
+    def with_template(path):
+        argv = [*MODELS[stage], "--output_dir", "out", "--chat_template", str(path)]
+        return stage_tokenizer(tmp_path / "model", parse(STAGE_PARSERS[stage](), argv))
+
+    tokenizer = with_template(tmp_path / "chat.jinja")
+    data = load(stage, rows(), tokenizer=tokenizer)
     ids = data.train[0][{"sft": "input_ids", "reward": "chosen_ids", "ppo": "prompt_ids"}[stage]]
     assert tokenizer.decode(ids).startswith("<|im_start|>user\nq ")
     assert tokenizer.chat_template == CHATML  # and is saved with the model
     with pytest.raises(FileNotFoundError, match=r"no chat template at .*nowhere"):
-        load(stage, rows(), "--chat_template", str(tmp_path / "nowhere"))
+        with_template(tmp_path / "nowhere")
 
 
 def test_limits_and_columns_of_one_source(load, tmp_path):
