@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from engine.config import ZeroConfig
+from engine.exchange import ExchangeAllGather, ExchangeReduceScatter
 from engine.precision import fp32_modules
 
 
@@ -247,3 +248,8 @@ def _shard(
     # Each unit asks for the next one's parameters before it computes; backward does so by itself.
     for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
+    if mesh.device_type == "cpu":
+        for child in module.modules():
+            if isinstance(child, FSDPModule):
+                child.set_custom_all_gather(ExchangeAllGather())
+                child.set_custom_reduce_scatter(ExchangeReduceScatter())

@@ -1,0 +1,79 @@
+"""The exchanges that carry FSDP2 on CPUs, against torch.distributed's own and sums in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine.exchange import ExchangeAllGather, ExchangeReduceScatter
+from tests.helpers import run_ranks
+
+SIZES = (1, 7, 1000, 300_001)
+
+
+def _numbers(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(100 * size + rank), dtype=torch.float64).to(dtype)
+
+
+def _gather_everything(rank: int, ranks: int) -> None:
+    gather = ExchangeAllGather()
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        for size in SIZES:
+            own = _numbers(rank, size, dtype)
+            expected = torch.cat([_numbers(peer, size, dtype) for peer in range(ranks)])
+            output = gather.allocate((ranks * size,), dtype=dtype, device=torch.device("cpu"))
+            gather(output, own, dist.group.WORLD)
+            assert torch.equal(output, expected)
+            # as FSDP2 has it: the input is this rank's part of the output
+            output.fill_(3)
+            part = output[rank * size : (rank + 1) * size].copy_(own)
+            gather(output, part, dist.group.WORLD)
+            assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_all_gather_puts_every_part_in_its_place(ranks):
+    run_ranks(_gather_everything, ranks)
+
+
+def _reduce_everything(rank: int, ranks: int) -> list[torch.Tensor]:
+    reduce = ExchangeReduceScatter()
+    results = []
+    for size in SIZES:
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            own = _numbers(rank, ranks * size, torch.float32)
+            before = own.clone()
+            output = torch.full((size,), 3.0)
+            reduce(output, own, dist.group.WORLD, op)
+            assert torch.equal(own, before)
+            parts = [_numbers(p, ranks * size, torch.float32)[rank * size : (rank + 1) * size] for p in range(ranks)]
+            expected = torch.stack(parts).double().sum(0) / (ranks if op == dist.ReduceOp.AVG else 1)
+            torch.testing.assert_close(output.double(), expected, rtol=1e-6, atol=1e-6)
+            results.append(output)
+    with pytest.raises(ValueError, match="adds up or averages"):
+        reduce(output, own, dist.group.WORLD, dist.ReduceOp.MAX)
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_reduce_scatter_adds_up_or_averages_this_ranks_part(ranks):
+    run_ranks(_reduce_everything, ranks)
+
+
+def _in_pairs(rank: int, ranks: int) -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
+    group = groups[0] if rank in (0, 2) else groups[1]
+    peers = [0, 2] if rank in (0, 2) else [1, 3]  # torch sorts a group's ranks
+    output = torch.empty(6)
+    ExchangeAllGather()(output, torch.full((3,), float(rank)), group)
+    assert output.tolist() == [float(peers[0])] * 3 + [float(peers[1])] * 3
+    total = torch.empty(3)
+    ExchangeReduceScatter()(total, torch.arange(6.0) * (rank + 1), group, dist.ReduceOp.SUM)
+    start = 3 * peers.index(rank)
+    factor = sum(peer + 1 for peer in peers)
+    assert total.tolist() == [factor * float(start + i) for i in range(3)]
+
+
+def test_in_groups_that_are_not_the_world():
+    run_ranks(_in_pairs, 4)
