@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -19,15 +21,28 @@ class VllmPeer:
 
     def __init__(self, python: str, folder: str, dtype: str):
         self._process = subprocess.Popen(
-            [python, __file__, folder, dtype], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [python, __file__, folder, dtype],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # GiB; by itself it takes nearly all memory there is, and dies of the other contenders'
+            env={"VLLM_CPU_KVCACHE_SPACE": "2", **os.environ},
+            start_new_session=True,
         )
         self._answer()
+        self._signal(signal.SIGSTOP)
 
     def __call__(self, load: list[tuple[list[int], int]]) -> None:
+        self._signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps(load) + "\n")
         self._process.stdin.flush()
         produced = self._answer()
         assert produced == sum(new for _, new in load), produced
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        # waiting, its processes look for work all the time: they sleep while others are measured
+        os.killpg(self._process.pid, number)
 
     def _answer(self) -> int:
         for line in self._process.stdout:  # its log goes there too
@@ -36,6 +51,7 @@ class VllmPeer:
         raise RuntimeError(f"vLLM's process ended with status {self._process.wait()}")
 
     def close(self) -> None:
+        self._signal(signal.SIGCONT)
         self._process.stdin.close()
         self._process.wait()
 

@@ -80,7 +80,8 @@ def rank_main(
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, float] = {}
     for number in range((args.rounds if only is None else 1) + 1):  # the first round warms up
-        for name, step in steps.items():
+        # there and back, so that nobody always has the same one before it
+        for name, step in list(steps.items())[:: 1 if number % 2 else -1]:
             engine.distributed.barrier()
             started = time.perf_counter()
             for _ in range(args.steps):
