@@ -122,10 +122,8 @@ def limit(load: Load, model: PreTrainedModel, bandwidth: float) -> float:
     return sum(new for _, new in load) / (steps * weights / bandwidth)
 
 
-def compare(size: str, dtype: str, load_name: str, args: argparse.Namespace, bandwidth: float) -> None:
+def compare(size: str, dtype: str, args: argparse.Namespace, bandwidth: float) -> None:
     model = make_model(size, getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[dtype]))
-    load = make_load(load_name, model.config.vocab_size)
-    tokens = sum(new for _, new in load)
     with tempfile.TemporaryDirectory() as folder:
         peers = {"engine": engine_peer(model)}
         if "generate" in args.peers:
@@ -135,23 +133,30 @@ def compare(size: str, dtype: str, load_name: str, args: argparse.Namespace, ban
         if args.vllm_python is not None:
             model.save_pretrained(folder)
             peers["vllm"] = VllmPeer(args.vllm_python, folder, dtype)
-        seconds: dict[str, list[float]] = {name: [] for name in peers}
-        for number in range(args.rounds + 1):  # the first round warms up
-            for name, run in peers.items():
-                started = time.perf_counter()
-                run(load)
-                if number:
-                    seconds[name].append(time.perf_counter() - started)
+        for name in args.loads:
+            load = make_load(name, model.config.vocab_size)
+            report({"size": size, "dtype": dtype, "load": name}, peers, load, args, limit(load, model, bandwidth))
         if "vllm" in peers:
             peers["vllm"].close()
+
+
+def report(title: dict[str, str], peers: dict, load: Load, args: argparse.Namespace, most: float) -> None:
+    """Print one JSON line a contender; `most` is the limit in tokens per second."""
+    seconds: dict[str, list[float]] = {name: [] for name in peers}
+    for number in range(args.rounds + 1):  # the first round warms up
+        for name, run in peers.items():
+            started = time.perf_counter()
+            run(load)
+            if number:
+                seconds[name].append(time.perf_counter() - started)
+    tokens = sum(new for _, new in load)
     for name, own in seconds.items():
-        line = {"size": size, "dtype": dtype, "load": load_name, "name": name}
-        line["tokens_per_second"] = round(tokens / statistics.median(own), 1)
+        line: dict = {**title, "name": name, "tokens_per_second": round(tokens / statistics.median(own), 1)}
         if name == "engine":
             for peer in [peer for peer in peers if peer != "engine"]:
                 ratios = [theirs / ours for ours, theirs in zip(own, seconds[peer], strict=True)]
                 line[f"to_{peer}"] = round(statistics.median(ratios), 2)
-            line["limit_share"] = round(line["tokens_per_second"] / limit(load, model, bandwidth), 3)
+            line["limit_share"] = round(line["tokens_per_second"] / most, 3)
         print(json.dumps(line), flush=True)
 
 
@@ -169,8 +174,7 @@ def main() -> None:
     bandwidth = read_bandwidth()
     for size in args.sizes:
         for dtype in args.dtypes:
-            for load in args.loads:
-                compare(size, dtype, load, args, bandwidth)
+            compare(size, dtype, args, bandwidth)
 
 
 if __name__ == "__main__":

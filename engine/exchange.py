@@ -6,19 +6,22 @@ as long as these, in which each rank sends each peer the part that is meant for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+# Numbers that a reduction receives at once, from all peers together: few enough for memory that the allocator has at
+# hand (new pages cost as much as the sending), enough that a message's own cost is lost in them.
+_PIECE = 2**22
 
-class _Allocator:
+
+class ExchangeAllGather:
+    """For `FSDPModule.set_custom_all_gather`."""
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
-
-
-class ExchangeAllGather(_Allocator):
-    """For `FSDPModule.set_custom_all_gather`."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -28,11 +31,30 @@ class ExchangeAllGather(_Allocator):
         own = parts[group.rank()]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
-        _exchange([own] * group.size(), parts, group)
+        for work in _exchange([own] * group.size(), parts, group):
+            work.wait()
 
 
-class ExchangeReduceScatter(_Allocator):
-    """For `FSDPModule.set_custom_reduce_scatter`."""
+class ExchangeReduceScatter:
+    """For `FSDPModule.set_custom_reduce_scatter`, one for all units.
+
+    Sums are made in fp32 whatever type is sent, so bf16 gradients travel as they are and lose nothing. What is sent
+    lies in memory for the largest unit that is taken once, as new pages for each unit cost as much as the sending.
+    """
+
+    def __init__(self):
+        self._is_input = True
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """FSDP2 asks by turns for what it will send, and for the sums, which it keeps as gradients."""
+        is_input, self._is_input = self._is_input, not self._is_input
+        if not is_input:
+            return torch.empty(*size, device=device)
+        needed = math.prod(size) * dtype.itemsize
+        if self._room.numel() < needed:
+            self._room = torch.empty(needed, dtype=torch.uint8)
+        return self._room[:needed].view(dtype).view(*size)
 
     def __call__(
         self,
@@ -48,26 +70,39 @@ class ExchangeReduceScatter(_Allocator):
         Raises:
             ValueError: `op` is neither SUM nor AVG.
         """
+        self._is_input = True
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(f"reduce-scatter adds up or averages, it knows no {op}")
-        sent = input_tensor.chunk(group.size())
-        received = [part if peer == group.rank() else torch.empty_like(part) for peer, part in enumerate(sent)]
-        _exchange(sent, received, group)
-        first, *others = received
-        total = torch.add(first, others[0], out=output_tensor) if others else output_tensor.copy_(first)
-        for part in others[1:]:
-            total.add_(part)
-        if op == dist.ReduceOp.AVG:
-            total.div_(group.size())
+        length = -(-_PIECE // group.size())
+        pieces = zip(*(part.split(length) for part in input_tensor.chunk(group.size())), strict=True)
+        waiting = None
+        for sums, sent in zip(output_tensor.split(length), pieces, strict=True):
+            received = [part if rank == group.rank() else torch.empty_like(part) for rank, part in enumerate(sent)]
+            works = _exchange(sent, received, group)
+            # one piece is on its way while the one before it is added up
+            if waiting is not None:
+                _add_up(*waiting, op)
+            waiting = sums, received, works
+        if waiting is not None:
+            _add_up(*waiting, op)
 
 
-def _exchange(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Send `sent[peer]` to, and fill `received[peer]` from, every other rank of the group."""
+def _add_up(sums: torch.Tensor, received: list[torch.Tensor], works: list[dist.Work], op) -> None:
+    for work in works:
+        work.wait()
+    sums.copy_(received[0])
+    for part in received[1:]:
+        sums.add_(part)
+    if op == dist.ReduceOp.AVG:
+        sums.div_(len(received))
+
+
+def _exchange(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list:
+    """Begin to send `sent[peer]` to, and to fill `received[peer]` from, every other rank of the group."""
     works = []
     # begin with the next rank up, so that not all ranks send to the same one first
     for distance in range(1, group.size()):
         to, source = ((group.rank() + step) % group.size() for step in (distance, -distance))
         works.append(dist.isend(sent[to], group=group, group_dst=to))
         works.append(dist.irecv(received[source], group=group, group_src=source))
-    for work in works:
-        work.wait()
+    return works

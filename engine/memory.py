@@ -21,7 +21,7 @@ from engine.config import EngineConfig, OffloadConfig, ZeroConfig
 from engine.optimizers import build_optimizer, state_tensors
 from engine.precision import compute_dtype, fp32_modules
 from engine.replicated import ReplicatedParameters
-from engine.sharding import ShardedParameters, find_blocks, find_ends, local
+from engine.sharding import ShardedParameters, find_blocks, find_ends, local, sent_dtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -37,10 +37,10 @@ class MemoryEstimate:
     `masters`: fp32 weights that the optimizer updates, where they are not the parameters themselves.
     `gradients`: as they are held between micro-batches and before the update.
     `moments`: the optimizer's own state.
-    `working`: what exists only while a layer runs, at the fullest moment of backward: at stage 3 gathered
+    `working`: what comes on top while a layer runs, at the fullest moment of backward: at stage 3 gathered
     copies of the layer, of the one fetched ahead of it and of what is in no layer (an embedding and a head that
     are not tied count as layers), with `zero_hpz_partition_size` also what the group keeps of the layers between
-    forward and backward; at stages 2 and 3 the layer's fp32 gradient on its way to its ranks.
+    forward and backward; at stages 1 to 3 room for the largest layer's gradient on its way to its ranks.
     `host`: how much of all these lies in the CPU's memory when they are offloaded from a device.
     """
 
@@ -75,6 +75,7 @@ def estimate_memory(
     config: dict | str | Path | EngineConfig,
     world_size: int,
     largest_layer: int = 0,
+    device_type: str = "cuda",
 ) -> MemoryEstimate:
     """Bytes a rank needs for a model under a config, by formula.
 
@@ -83,6 +84,7 @@ def estimate_memory(
             number of parameters, all trainable.
         world_size: number of ranks.
         largest_layer: parameters of the largest layer, for `working` when only a number is given.
+        device_type: where it will run: bf16 gradients are sent as fp32, between CPUs as bf16.
     """
     config = EngineConfig.load(config, world_size)
     compute = compute_dtype(config).itemsize
@@ -92,8 +94,7 @@ def estimate_memory(
         sizes = _sizes_of_number(model_or_numel, largest_layer, world_size, compute)
     states = 0
     if config.optimizer is None or config.optimizer.type is None:
-        kinds = "trainable trainable_share with_master layer_gradient embedding_gradient head_gradient rest_gradient"
-        sizes = replace(sizes, **dict.fromkeys(kinds.split(), 0))
+        sizes = replace(sizes, trainable=0, trainable_share=0, with_master=0, unit_gradient=0)
     else:
         states = state_tensors(config.optimizer.type, config.optimizer.params)
     stage = config.zero_optimization.stage
@@ -106,6 +107,7 @@ def estimate_memory(
             working=0,
             host=0,
         )
+    sent = sent_dtype(stage, compute_dtype(config), device_type)
     shards = FP32_BYTES * sizes.share
     whole_gradients = stage == 1 and config.gradient_accumulation_steps > 1
     gradients = FP32_BYTES * (sizes.trainable if whole_gradients else sizes.trainable_share)
@@ -115,7 +117,7 @@ def estimate_memory(
         masters=0 if stage == 3 else shards,
         gradients=gradients,
         moments=moments,
-        working=_working(sizes, config.zero_optimization, world_size),
+        working=_working(sizes, config.zero_optimization, world_size, sent.itemsize),
         host=shards + moments + (0 if whole_gradients else gradients) if _offloads(config) else 0,
     )
 
@@ -137,10 +139,7 @@ class _Sizes:
     trainable_share: int
     share: int  # trainable and frozen
     with_master: int  # trainable ones that forward reads in another type than the optimizer
-    layer_gradient: int  # trainable ones of the largest layer
-    embedding_gradient: int  # and of an embedding and a head that are units of their own
-    head_gradient: int
-    rest_gradient: int  # and of what is in neither
+    unit_gradient: int  # trainable ones of the largest unit: a layer, an embedding, a head, or what is in neither
     whole: int  # bytes from here on
     layer: int
     two_layers: int
@@ -165,15 +164,13 @@ def _sizes_of(module: nn.Module, world_size: int, compute: int) -> _Sizes:
     layers = sorted(map(in_compute_type, blocks), reverse=True)
     layer_gradients = [gradient(block) for block in blocks]
     whole, numel = in_compute_type(parameters), sum(p.numel() for p in trainable)
+    ends = [gradient(embedding), gradient(head)]
     return _Sizes(
         trainable=numel,
         trainable_share=sum(_share(p, world_size) for p in trainable),
         share=sum(_share(p, world_size) for p in parameters),
         with_master=sum(p.numel() for p in trainable if id(p) not in kept) if compute < FP32_BYTES else 0,
-        layer_gradient=max(layer_gradients, default=0),
-        embedding_gradient=gradient(embedding),
-        head_gradient=gradient(head),
-        rest_gradient=numel - sum(layer_gradients) - gradient(embedding) - gradient(head),
+        unit_gradient=max(*layer_gradients, *ends, numel - sum(layer_gradients) - sum(ends)),
         whole=whole,
         layer=sum(layers[:1]),
         two_layers=sum(layers[:2]),
@@ -190,10 +187,7 @@ def _sizes_of_number(numel: int, largest_layer: int, world_size: int, compute: i
         trainable_share=share,
         share=share,
         with_master=numel if compute < FP32_BYTES else 0,
-        layer_gradient=largest_layer,
-        embedding_gradient=0,
-        head_gradient=0,
-        rest_gradient=0,
+        unit_gradient=largest_layer,
         whole=numel * compute,
         layer=largest_layer * compute,
         two_layers=2 * largest_layer * compute,
@@ -203,23 +197,22 @@ def _sizes_of_number(numel: int, largest_layer: int, world_size: int, compute: i
     )
 
 
-def _working(sizes: _Sizes, zero: ZeroConfig, world_size: int) -> int:
-    stage = zero.stage
-    if stage == 3:  # backward begins with the head, goes through the layers and ends with the embedding
-        group = zero.zero_hpz_partition_size
-        # with hpZ each group keeps one copy of what it gathered in forward until backward gathers it again
-        share = 1 / group if 1 < group < world_size else 0
-        between = sizes.whole - sizes.rest - sizes.head
-        with_gradient = (
-            sizes.head + sizes.layer + share * (between - sizes.layer) + FP32_BYTES * sizes.head_gradient,
-            sizes.two_layers + share * (between - sizes.two_layers) + FP32_BYTES * sizes.layer_gradient,
-            sizes.embedding + FP32_BYTES * (sizes.embedding_gradient + sizes.rest_gradient),
-        )
-        return sizes.rest + int(max(with_gradient))
-    if stage == 2:  # a unit's copy is freed as its gradient leaves
-        in_a_layer = FP32_BYTES * sizes.layer_gradient - sizes.layer - sizes.head
-        return max(0, in_a_layer, FP32_BYTES * sizes.head_gradient)
-    return 0
+def _working(sizes: _Sizes, zero: ZeroConfig, world_size: int, sent_bytes: int) -> int:
+    # gradients leave a unit at a time, from room that is kept for the largest
+    sent = sent_bytes * sizes.unit_gradient
+    if zero.stage < 3:
+        return sent
+    # backward begins with the head, goes through the layers and ends with the embedding
+    group = zero.zero_hpz_partition_size
+    # with hpZ each group keeps one copy of what it gathered in forward until backward gathers it again
+    share = 1 / group if 1 < group < world_size else 0
+    between = sizes.whole - sizes.rest - sizes.head
+    gathered = (
+        sizes.head + sizes.layer + share * between,
+        sizes.two_layers + share * (between - sizes.layer),
+        sizes.embedding,
+    )
+    return sizes.rest + int(max(gathered)) + sent
 
 
 def _share(parameter: nn.Parameter, world_size: int) -> int:

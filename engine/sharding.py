@@ -5,8 +5,8 @@ stages differ in:
 
 | stage | gathered parameters live | gradients are reduced |
 |---|---|---|
-| 1 | from forward to the end of backward | once an optimizer step |
-| 2 | from forward to the end of backward | at every micro-batch |
+| 1 | from the first forward to the end of the last backward of an optimizer step | once an optimizer step |
+| 2 | likewise | at every micro-batch |
 | 3 | while their layer runs | at every micro-batch |
 """
 
@@ -58,7 +58,13 @@ class ShardedParameters:
         policy = CPUOffloadPolicy(pin_memory=pin_memory) if offload else OffloadPolicy()
         module.to("cpu" if offload else device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        _shard(module, mesh, dtype, _reshard_after_forward(config, mesh.size()), policy)
+        sent = sent_dtype(self._stage, dtype, device.type)
+        _shard(module, mesh, dtype, sent, _reshard_after_forward(config, mesh.size()), policy)
+        reduce_scatter = ExchangeReduceScatter()
+        # gloo's own collectives are slow, and NCCL's are not
+        for unit in self._units() if device.type == "cpu" else ():
+            unit.set_custom_all_gather(ExchangeAllGather())
+            unit.set_custom_reduce_scatter(reduce_scatter)
         if offload:
             _move_buffers(module, device)
         self.trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -69,12 +75,16 @@ class ShardedParameters:
     def before_backward(self, is_boundary: bool) -> None:
         if self._stage == 1:
             self.module.set_requires_gradient_sync(is_boundary)
+        if self._stage < 3:  # what the next micro-batch computes with is what this one did
+            self.module.set_reshard_after_backward(is_boundary)
 
     def after_forward(self) -> None:
         """Back to shards after a forward pass that no backward pass will follow."""
-        for child in self.module.modules():
-            if isinstance(child, FSDPModule):
-                child.reshard()
+        for unit in self._units():
+            unit.reshard()
+
+    def _units(self) -> Iterator[FSDPModule]:
+        return (child for child in self.module.modules() if isinstance(child, FSDPModule))
 
     def reduce_gradients(self) -> None:
         """Nothing left to do: FSDP2 reduced them during the last backward pass."""
@@ -115,8 +125,8 @@ class ShardedParameters:
     def _inner_parameters(self) -> Iterator[tuple[str, Any]]:
         """(name, FSDP2's own object) of every trained parameter: it shows gradients that wait to nobody."""
         names = {id(p): name for name, p in self.trainable}
-        for child in self.module.modules():
-            for group in child._get_fsdp_state()._fsdp_param_groups if isinstance(child, FSDPModule) else ():
+        for unit in self._units():
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
                 for inner in group.fsdp_params:
                     if id(inner.sharded_param) in names:
                         yield names[id(inner.sharded_param)], inner
@@ -139,6 +149,12 @@ class ShardedParameters:
         self.after_forward()
         for name, parameter in self.module.named_parameters():
             yield name, whole(parameter.detach())
+
+
+def sent_dtype(stage: int, compute: torch.dtype, device_type: str) -> torch.dtype:
+    """The type in which gradients travel: fp32, or on CPUs, where `ExchangeReduceScatter` adds up in fp32 what comes
+    in another type, bf16 as backward made it (stage 1 has added up micro-batches in fp32 before)."""
+    return compute if device_type == "cpu" and compute == torch.bfloat16 and stage > 1 else torch.float32
 
 
 def _unsharded_gradient(inner: Any) -> torch.Tensor | None:
@@ -224,11 +240,12 @@ def _shard(
     module: nn.Module,
     mesh: DeviceMesh,
     dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
     reshard_after_forward: bool | int,
     offload_policy: OffloadPolicy,
 ) -> None:
     shared = {"mesh": mesh, "offload_policy": offload_policy}
-    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=reduce_dtype)
     # A module that stays fp32 is a unit of its own with a policy of its own, and casts its input up.
     fp32_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     if dtype != torch.float32:
@@ -248,8 +265,3 @@ def _shard(
     # Each unit asks for the next one's parameters before it computes; backward does so by itself.
     for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
-    if mesh.device_type == "cpu":
-        for child in module.modules():
-            if isinstance(child, FSDPModule):
-                child.set_custom_all_gather(ExchangeAllGather())
-                child.set_custom_reduce_scatter(ExchangeReduceScatter())

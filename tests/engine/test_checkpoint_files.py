@@ -154,7 +154,7 @@ def saving_loop(folder, pipe):
 
 def test_kill_9_at_any_moment_leaves_one_to_load(tmp_path):
     generator = random.Random(0)
-    for _ in range(6):
+    for _ in range(20):
         ours, theirs = fork_server().Pipe(duplex=False)
         process = fork_server().Process(target=saving_loop, args=(tmp_path, theirs))
         process.start()

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from engine import exchange
 from engine.exchange import ExchangeAllGather, ExchangeReduceScatter
 from tests.helpers import run_ranks
 
-SIZES = (1, 7, 1000, 300_001)
+SIZES = (0, 1, 7, 1000, 300_001)
 
 
 def _numbers(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -37,7 +38,8 @@ def test_all_gather_puts_every_part_in_its_place(ranks):
     run_ranks(_gather_everything, ranks)
 
 
-def _reduce_everything(rank: int, ranks: int) -> list[torch.Tensor]:
+def _reduce_everything(rank: int, ranks: int, piece: int) -> list[torch.Tensor]:
+    exchange._PIECE = piece
     reduce = ExchangeReduceScatter()
     results = []
     for size in SIZES:
@@ -51,14 +53,35 @@ def _reduce_everything(rank: int, ranks: int) -> list[torch.Tensor]:
             expected = torch.stack(parts).double().sum(0) / (ranks if op == dist.ReduceOp.AVG else 1)
             torch.testing.assert_close(output.double(), expected, rtol=1e-6, atol=1e-6)
             results.append(output)
+    part = torch.full((3,), 256.0 if rank == 0 else 1.0).bfloat16()  # their sum is no bf16 number
+    output = torch.empty(3)
+    reduce(output, part.repeat(ranks), dist.group.WORLD, dist.ReduceOp.SUM)
+    assert output.tolist() == [256.0 + ranks - 1] * 3
+    _allocates_by_turns(reduce)
     with pytest.raises(ValueError, match="adds up or averages"):
         reduce(output, own, dist.group.WORLD, dist.ReduceOp.MAX)
     return results
 
 
+def _allocates_by_turns(reduce: ExchangeReduceScatter) -> None:
+    place = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    sent, sums = reduce.allocate((8,), **place), reduce.allocate((4,), **place)
+    sent_next, sums_next = reduce.allocate((6,), **place), reduce.allocate((3,), **place)
+    assert (sent.dtype, sums.dtype) == (torch.bfloat16, torch.float32)
+    assert sent.data_ptr() == sent_next.data_ptr() and sums.data_ptr() != sums_next.data_ptr()
+    bigger = reduce.allocate((2, 40), **place)
+    assert bigger.shape == (2, 40) and bigger.dtype == torch.bfloat16
+    reduce.allocate((40,), **place)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_reduce_scatter_adds_up_or_averages_this_ranks_part(ranks):
-    run_ranks(_reduce_everything, ranks)
+    run_ranks(_reduce_everything, ranks, exchange._PIECE)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reduce_scatter_in_pieces(ranks):
+    run_ranks(_reduce_everything, ranks, 997)
 
 
 def _in_pairs(rank: int, ranks: int) -> None:

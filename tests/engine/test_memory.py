@@ -204,7 +204,7 @@ def measure_one(world, stage, bf16, frozen, group=1):
         eng.backward(loss, weight=count)
         eng.step()
     moments = bytes_of(v for s in eng.optimizer.state.values() for v in s.values() if v.ndim)
-    return max(held), moments, estimate_memory(medium_llama(frozen), config, world)
+    return max(held), moments, estimate_memory(medium_llama(frozen), config, world, device_type="cpu")
 
 
 def measure(rank, world, cases):
