@@ -109,8 +109,9 @@ def _eval(rest: list[str]) -> None:
 def _stage(stage: str, argv: list[str]) -> None:
     parser = STAGE_PARSERS[stage]()
     add_launch_flags(parser)
-    args = parse(parser, argv)  # here, so that a slip is answered before any process starts
+    parse(parser, argv)  # here, so that a slip is answered before any process starts
     nproc, nodes, rest = take_launch_flags(argv)
+    args = parse(parser, argv, nproc * nodes.count)
     if args.dry_run:
         from rlhf.dry_run import dry_run
 

@@ -10,18 +10,20 @@ Reads the JSON and nothing heavy: a misspelt flag is answered at once. The engin
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 AUTO = "auto"
 ADAM = ("adam", "adamw", "lion")  # have the parameter `betas`
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
 # Keys that flags stand for: dotted key -> the flags of one stage or another that do.
 FLAGS: dict[str, tuple[str, ...]] = {
     MICRO_BATCH: ("per_device_training_batch_size", "per_device_train_batch_size"),
-    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    ACCUMULATION: ("gradient_accumulation_steps",),
     "zero_optimization.stage": ("zero_stage", "actor_zero_stage", "critic_zero_stage"),
     "optimizer.params.lr": ("learning_rate", "actor_learning_rate", "critic_learning_rate"),
     "optimizer.params.weight_decay": ("weight_decay", "actor_weight_decay", "critic_weight_decay"),
@@ -57,9 +59,17 @@ def read(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def words(path: str | Path, known: Collection[str]) -> list[str]:
-    """What the file says of the `known` flags (with their dashes), as words of a command line."""
+def words(path: str | Path, known: Collection[str], argv: Sequence[str] = (), ranks: int = 1) -> list[str]:
+    """What the file says of the `known` flags (with their dashes), as words of a command line.
+
+    `argv`: the words that will win over these. Of micro-batch and accumulation, the one that neither says follows
+    from the file's `train_batch_size`, as DeepSpeed has it.
+
+    Raises:
+        ValueError: no whole number does, over so many `ranks`. One line.
+    """
     content = read(path)
+    _solve_batch(content, argv, ranks)
     found = []
     for key, flags in FLAGS.items():
         value = _value(content, key)
@@ -72,6 +82,35 @@ def words(path: str | Path, known: Collection[str]) -> list[str]:
         if _value(content, key) == meaning:
             found += [switch for switch in switches if switch.partition("=")[0] in known]
     return found
+
+
+def _solve_batch(content: dict[str, Any], argv: Sequence[str], ranks: int) -> None:
+    """Put what follows from `train_batch_size` into `content`."""
+    train = content.get("train_batch_size")
+    sizes = {key: _given(argv, FLAGS[key]) or content.get(key) for key in (MICRO_BATCH, ACCUMULATION)}
+    missing = [key for key, value in sizes.items() if value in (None, AUTO)]
+    known = [train, *(value for key, value in sizes.items() if key not in missing)]
+    if not all(str(value).isdecimal() and int(value) for value in known):
+        return  # "auto", or refused where it is read
+    if len(missing) == 2:
+        sizes[missing.pop()] = content[ACCUMULATION] = 1
+    for key in missing:
+        other = next(value for value in sizes.values() if value not in (None, AUTO))
+        share, rest = divmod(train, int(other) * ranks)
+        if rest or not share:
+            name = "gradient_accumulation_steps" if key == ACCUMULATION else "micro-batch"
+            raise ValueError(
+                f"--deepspeed_config: train_batch_size {train} is no multiple of {int(other) * ranks}, which "
+                f"{ranks} process(es) make of {other}, so no {name} fits: change it or the number of processes"
+            )
+        content[key] = share
+
+
+def _given(argv: Sequence[str], flags: Sequence[str]) -> str | None:
+    """The last value that the words of a command line give one of `flags`."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument(*(f"--{flag}" for flag in flags), dest="value")
+    return finder.parse_known_args(list(argv))[0].value
 
 
 def lay_over(config: dict[str, Any], path: str | Path) -> dict[str, Any]:

@@ -47,8 +47,11 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"{text} ({default})"
 
 
-def parse(parser: Parser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read ``argv`` (default: this process's). Any error is one line and ``SystemExit(2)``."""
+def parse(parser: Parser, argv: Sequence[str] | None = None, ranks: int | None = None) -> argparse.Namespace:
+    """Read ``argv`` (default: this process's). Any error is one line and ``SystemExit(2)``.
+
+    ``ranks``: processes that will share the work, as many as torchrun started when not given.
+    """
     known = flags_of(parser)
     argv = spelled(sys.argv[1:] if argv is None else argv, known)
     # Looked at first: argparse would complain of a missing required flag before it names the misspelt one.
@@ -57,7 +60,8 @@ def parse(parser: Parser, argv: Sequence[str] | None = None) -> argparse.Namespa
         if name.startswith("--") and " " not in name and len(name) > 2 and name not in known:
             parser.error(f"unknown flag {name}{nearest(name, known)} (--help lists them all)")
     argv = [*_config_argv(parser, argv), *argv]
-    args, extra = parser.parse_known_args([*_deepspeed_argv(parser, argv, known), *argv])
+    ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    args, extra = parser.parse_known_args([*_deepspeed_argv(parser, argv, known, ranks), *argv])
     if extra:
         parser.error(f"unexpected argument {extra[0]!r}")
     return args
@@ -86,7 +90,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {folded[close[0]]}?" if close else ""
 
 
-def _deepspeed_argv(parser: Parser, argv: list[str], known: Sequence[str]) -> list[str]:
+def _deepspeed_argv(parser: Parser, argv: list[str], known: Sequence[str], ranks: int) -> list[str]:
     """What the JSON of ``--deepspeed_config`` says of the flags, to be read before all others."""
     if "--deepspeed_config" not in known:
         return []
@@ -98,7 +102,7 @@ def _deepspeed_argv(parser: Parser, argv: list[str], known: Sequence[str]) -> li
     from rlhf import deepspeed_config
 
     try:
-        return deepspeed_config.words(path, known)
+        return deepspeed_config.words(path, known, argv, ranks)
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

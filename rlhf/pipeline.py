@@ -20,6 +20,7 @@ from rich.console import Console
 
 from rlhf import pipeline_recipes, report
 from rlhf.arguments import STAGE_PARSERS, parse
+from rlhf.choices import ESTIMATORS
 from rlhf.flags import Parser, flags_of, spelled
 from rlhf.launch import run_stage
 from rlhf.launch_flags import Nodes, add_launch_flags, launch_plan
@@ -68,6 +69,9 @@ def parser() -> Parser:
     source = pipeline_recipes.SAMPLE_DATA
     add("--data-path", nargs="+", default=[source], metavar="SOURCE", help="files, folders or hub names")
     add("--output-dir", default="./output", help="folder of all results")
+    add(
+        "--advantage_estimator", choices=ESTIMATORS, default="gae", help="of PPO; all but gae train without a critic"
+    )
     add("--seed", type=int, default=1234, help="seed of all three stages")
     add("--dry_run", action="store_true", help="print each stage's plan: flags, batches, steps, memory; and stop")
     add = result.add_argument_group("how").add_argument
@@ -127,16 +131,17 @@ def plan(args: Namespace, world_size: int) -> list[Step]:
             "critic_model_name_or_path": output / "reward",
             "actor_zero_stage": actor_zero,
             "critic_zero_stage": reward_zero,
+            "advantage_estimator": args.advantage_estimator,
         },
     }
-    numbers = pipeline_recipes.recipe(actor, args.data_path, world_size)
+    numbers = pipeline_recipes.recipe(actor, args.data_path, world_size, args.advantage_estimator)
     steps = []
     for number in sorted(set(args.step)):
         stage = STAGES[number - 1]
         flags = {**_divided(numbers[stage], world_size), **wiring[stage], "output_dir": output / stage}
         own = shlex.split(getattr(args, f"{stage}_args"))
         argv = [*_words(flags), *own]
-        parsed = parse(STAGE_PARSERS[stage](), argv)
+        parsed = parse(STAGE_PARSERS[stage](), argv, world_size)
         if stage == "ppo":
             resolve_options(parsed)  # as the stage records them in its run.json
         steps.append(Step(number, stage, output / stage, argv, parsed))

@@ -6,6 +6,9 @@ sees as many rows however many share the work.
 
 from __future__ import annotations
 
+from rlhf.choices import GROUPED
+from rlhf.ppo_options import GROUP_SIZE
+
 Flags = dict[str, object]
 
 # A model of about a million parameters from scratch, on the bundled dialogues: minutes on two CPU cores.
@@ -94,10 +97,15 @@ SAMPLE_DATA = "sample"
 SAMPLE_JUDGE = "data.sample.gold:score"  # tells right answers from wrong ones, on the bundled prompts alone
 
 
-def recipe(actor_model: str, data_path: list[str], world_size: int) -> dict[str, Flags]:
+def recipe(actor_model: str, data_path: list[str], world_size: int, estimator: str = "gae") -> dict[str, Flags]:
     """The recipe of an actor on its data, on `world_size` processes: ``{stage: {flag: value}}``."""
     chosen = SAMPLE if actor_model.startswith("recipe:") else PRETRAINED
     flags = {stage: dict(values) for stage, values in chosen.items()}
+    if estimator in GROUPED:
+        # as many answers as with one to a prompt
+        prompts = flags["ppo"]["per_device_generation_batch_size"]
+        flags["ppo"]["num_samples_per_prompt"] = GROUP_SIZE
+        flags["ppo"]["per_device_generation_batch_size"] = max(1, prompts // GROUP_SIZE)
     sharing = LARGE_ACTORS.get(actor_model.removeprefix("facebook/opt-"))
     if sharing is not None:
         for stage, values in LARGE.items():

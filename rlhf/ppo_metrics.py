@@ -24,6 +24,7 @@ class UpdateFigures:
     """What one micro-batch gave: losses (None: there is no such model or data) and diagnostics, means over tokens.
 
     `actor_loss` and `ptx_loss` weigh `units` (tokens or answers) in the update, the rest are means over `tokens`.
+    `activations`: bytes kept for the backward pass, by the actor or by the critic, whichever keeps more.
     """
 
     actor_loss: torch.Tensor
@@ -32,6 +33,7 @@ class UpdateFigures:
     figures: dict[str, torch.Tensor]
     tokens: int
     units: int
+    activations: int = 0
 
     def sums(self) -> tuple[Sums, dict[str, float]]:
         """(sum, count) pairs and maxima."""
@@ -40,7 +42,7 @@ class UpdateFigures:
         sums = {k: (float(v.detach()) * self.tokens, float(self.tokens)) for k, v in means.items()}
         losses = {"actor_loss": self.actor_loss, "ptx_loss": self.ptx_loss}
         sums |= {k: (float(v) * self.units, float(self.units)) for k, v in losses.items() if v is not None}
-        return sums, {"ratio_max": float(self.figures["ratio_max"])}
+        return sums, {"ratio_max": float(self.figures["ratio_max"]), "activation_bytes": float(self.activations)}
 
 
 class StepMetrics:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rlhf.activations import activation_bytes
 from rlhf.experience import Experience, response_logprobs, response_logprobs_and_entropy
 from rlhf.kl import kl_loss_terms
 from rlhf.losses import aggregate, masked_mean, policy_loss, sampler_weights, units, value_loss
@@ -33,8 +34,9 @@ def update(
     tokens = int(batch.loss_mask.sum())
 
     actor.train()
-    loss, figures = actor_loss(actor, batch, args, kl_ctl)
-    ptx_loss = ptx.loss(actor) if ptx else None
+    with activation_bytes(actor.module) as kept:
+        loss, figures = actor_loss(actor, batch, args, kl_ctl)
+        ptx_loss = ptx.loss(actor) if ptx else None
     actor.backward(loss + args.unsup_coef * ptx_loss if ptx else loss, weight=weight)
     aligned = args.align_overflow and critic is not None
     if not aligned:
@@ -43,16 +45,20 @@ def update(
     critic_loss = None
     if critic is not None:
         critic.train()
+        with activation_bytes(critic.module) as kept_by_critic:
+            new_values = critic_values(critic, batch)
         critic_loss, critic_figures = value_loss(
-            critic_values(critic, batch), batch.values, batch.returns, batch.loss_mask, args.cliprange_value
+            new_values, batch.values, batch.returns, batch.loss_mask, args.cliprange_value
         )
+        kept += kept_by_critic
         critic_loss = critic.backward(critic_loss, weight=tokens)
         figures |= critic_figures
         if aligned:
             step_together(actor, critic)
         else:
             critic.step()
-    return UpdateFigures(loss.detach(), critic_loss, ptx_loss, figures, tokens=tokens, units=weight)
+    sizes = {"tokens": tokens, "units": weight, "activations": max(kept)}
+    return UpdateFigures(loss.detach(), critic_loss, ptx_loss, figures, **sizes)
 
 
 def actor_loss(

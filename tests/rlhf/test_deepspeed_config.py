@@ -112,6 +112,30 @@ def test_ppo_gives_both_models_what_the_file_says_and_only_the_actor_generates(f
     assert "optimizer" not in reference and reference["bf16"]["enabled"]
 
 
+@pytest.mark.parametrize(
+    ("content", "flags", "ranks", "micro", "accumulation"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, [], 2, 4, 3),
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"}, [], 1, 4, 6),
+        ({"gradient_accumulation_steps": 3}, [], 2, 4, 3),
+        ({}, [], 4, 6, 1),
+        ({"train_micro_batch_size_per_gpu": "auto"}, ["--per_device_train_batch_size", "2"], 2, 2, 6),
+        ({"train_micro_batch_size_per_gpu": 4}, ["--per_device_train_batch_size=2"], 1, 2, 12),
+        ({"train_micro_batch_size_per_gpu": 4}, ["--gradient-accumulation-steps", "6"], 1, 4, 6),
+    ],
+)
+def test_the_batch_size_that_is_missing_follows_from_the_global_one(file, content, flags, ranks, micro, accumulation):
+    args = parse(sft_parser(), [*SFT, *file({"train_batch_size": 24, **content}), *flags], ranks)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (micro, accumulation)
+
+
+def test_a_global_batch_that_no_accumulation_makes_is_one_line(file, capsys):
+    with pytest.raises(SystemExit):
+        parse(sft_parser(), [*SFT, *file({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 5})], 2)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "train_batch_size 24 is no multiple of 10" in error
+
+
 def test_sizes_that_contradict_each_other_are_one_line(file):
     args = parse(sft_parser(), [*SFT, *file({**CONTENT, "train_batch_size": 9})])
     with pytest.raises(ValueError, match="train_batch_size 9 is not train_micro_batch_size_per_gpu 4"):

@@ -185,6 +185,14 @@ def test_one_process_shards_nothing_and_several_share_the_batch():
     assert chosen["reward"].zero_stage == chosen["ppo"].critic_zero_stage == 2
 
 
+def test_group_estimators_take_several_answers_a_prompt_as_many_in_all():
+    alone, grouped = plan()["ppo"], plan("--advantage_estimator", "rloo")["ppo"]
+    assert (alone.advantage_estimator, alone.num_samples_per_prompt) == ("gae", 1)
+    assert (grouped.advantage_estimator, grouped.num_samples_per_prompt) == ("rloo", 8)
+    assert grouped.per_device_generation_batch_size * 8 == alone.per_device_generation_batch_size
+    assert plan("--advantage_estimator", "remax")["ppo"].num_samples_per_prompt == 1
+
+
 def test_pass_through_flags_win():
     args = plan("--sft-args", "--max_steps 3 --zero_stage 2", "--ppo-args", "--print_answers")
     assert (args["sft"].max_steps, args["sft"].zero_stage, args["ppo"].print_answers) == (3, 2, True)

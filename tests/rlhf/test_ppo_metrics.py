@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from rlhf.experience import Experience
+from rlhf.losses import policy_loss, value_loss
 from rlhf.ppo_metrics import StepMetrics, UpdateFigures, rollout_sums
 from rlhf.rollout import Rollout
 
@@ -74,6 +77,8 @@ def test_rollout_figures():
         "score_seconds": 1.0,
         "train_seconds": 0.0,
         "generate_tokens_per_second": 1.5,
+        "step_seconds": 3.0,
+        "tokens_per_second": 2.0,
         "loss": 0.75,
         "epoch": 4,
         "lr": 0.1,
@@ -99,6 +104,47 @@ def test_update_figures_are_means_over_what_they_are_means_of():
     assert line["ptx_loss"] == pytest.approx(0.5)
     assert line["ratio_mean"] == pytest.approx(4 / 3) and line["ratio_max"] == 3.0
     assert line["clip_fraction"] == pytest.approx(1 / 3) and line["kl_loss"] == pytest.approx(2.0)
+
+
+# What a line of PPO's metrics.jsonl holds, beside `stage` and `step`, which the writer adds.
+WRITTEN = (
+    "epoch loss lr grad_norm tokens skipped step_seconds tokens_per_second actor_loss critic_loss ptx_loss ratio_mean "
+    "ratio_max clip_fraction approx_kl kl_ref kl_coef score_mean score_std reward_mean advantage_mean advantage_std "
+    "value_mean explained_variance entropy response_length_mean response_length_max truncated_fraction "
+    "rollout_logprob_gap generate_seconds score_seconds train_seconds generate_tokens_per_second"
+).split()
+
+
+def test_the_figures_of_an_update_by_hand():
+    """Three tokens; the ratios are 1.5, 0.5 and 1, the advantages 1, -2 and 4, the new values 1, 0.9 and -1."""
+    rollout, experience = crafted()
+    experience.advantages = torch.tensor([[1.0, -2.0], [4.0, 99.0]])
+    new = experience.logprobs + torch.tensor([[math.log(1.5), math.log(0.5)], [0.0, 7.0]])
+    new_values = torch.tensor([[1.0, 0.9], [-1.0, 7.0]])
+    metrics = StepMetrics()
+    metrics.add_rollout(rollout, experience, 0.3, generate_seconds=2.0, score_seconds=1.0)
+    for rows in ([0], [1]):  # micro-batches of 2 tokens and 1
+        part = experience.select(rows)
+        loss, figures = policy_loss(new[rows], part.logprobs, part.advantages, part.response_mask, 0.2)
+        critic, more = value_loss(new_values[rows], part.values, part.returns, part.response_mask, 0.2)
+        tokens = 2 if rows == [0] else 1
+        metrics.add(*UpdateFigures(loss, critic, torch.tensor(0.6), figures | more, tokens, tokens).sums())
+    metrics.add_seconds("train_seconds", 3.0)
+    line = metrics.flush(FakeEngine(), FakeEngine(), epoch=4, lr=0.1)
+    # -min(1.5, 1.2), -min(-1, -1.6), -4
+    actor = (-1.2 + 1.6 - 4.0) / 3
+    # returns 1.5, 3 and 2: the clipped values are 0.7, 0.9 and -1
+    critic = 0.5 * (0.8**2 + 2.1**2 + 3.0**2) / 3
+    expected = {
+        "actor_loss": actor, "critic_loss": critic, "loss": actor + critic, "ptx_loss": 0.6,
+        "ratio_mean": 1.0, "ratio_max": 1.5, "clip_fraction": 2 / 3,
+        "clip_fraction_high": 1 / 3, "clip_fraction_low": 1 / 3, "value_clip_fraction": 1 / 3,
+        "approx_kl": (0.5 - math.log(1.5) - 0.5 - math.log(0.5)) / 3,
+        "train_seconds": 3.0, "step_seconds": 6.0, "tokens_per_second": 1.0,
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert line[name] == pytest.approx(value, abs=1e-6), name
+    assert set(WRITTEN) <= line.keys()
 
 
 def test_without_a_critic_its_figures_are_none():
