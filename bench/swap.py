@@ -65,9 +65,9 @@ def filled(target: Target, full: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def all_to_all(received: int) -> Callable[[], None]:
-    """The same number of bytes a rank, in one piece."""
+    """As many bytes a rank, in one piece: those of the rank that receives most."""
     ranks = dist.get_world_size()
-    each = received // (ranks - 1)
+    each = int(engine.distributed.all_reduce_max([received])[0]) // (ranks - 1)
     sizes = [0 if rank == dist.get_rank() else each for rank in range(ranks)]
     send, receive = (torch.zeros(sum(sizes), dtype=torch.uint8) for _ in range(2))
     return lambda: dist.all_to_all_single(receive, send, sizes, sizes)
