@@ -184,7 +184,7 @@ def replay(folder: Path, answers: list[torch.Tensor]) -> Iterator[dict[str, floa
         ones = torch.ones(len(ids), RESPONSE)
         rollout = Rollout(
             input_ids=ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=torch.ones_like(ids, dtype=torch.bool),
             response_mask=ones.bool(),
             gen_logprobs=torch.zeros_like(ones),
             lengths=torch.full((len(ids),), RESPONSE),
