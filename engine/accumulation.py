@@ -35,9 +35,11 @@ class Accumulation:
         """Count one micro-batch in; returns the factor on its loss.
 
         Raises:
-            ValueError: weighted and plain micro-batches in one step.
+            ValueError: weighted and plain micro-batches in one step, or a weight that counts nothing.
         """
         is_weighted = weight is not None
+        if is_weighted and not 0 <= float(weight) < math.inf:
+            raise ValueError(f"weight is {float(weight)}: it counts units, so give a finite number of 0 or more")
         if is_start:
             self._weighted, self._weight_sum, self._loss_sum = is_weighted, 0.0, 0.0
         elif is_weighted != self._weighted:

@@ -174,7 +174,7 @@ def _place_in_window(engine: Any, path: Path, saved: dict[str, Any]) -> int:
 
 def _tensors(engine: Any) -> dict[str, torch.Tensor]:
     """Everything that is saved by name. Collective."""
-    engine.parameters.after_forward()
+    engine.parameters.to_rest()
     tensors = _model_tensors(engine)
     if engine.optimizer is None:
         return tensors
@@ -204,7 +204,7 @@ def _load_tensors(engine: Any, path: Path) -> dict[str, torch.Tensor]:
     """Fill the engine's tensors in place; returns the saved gradients, laid out like their parameters."""
     reader = dcp.FileSystemReader(str(path / "state"))
     saved = reader.read_metadata().state_dict_metadata
-    engine.parameters.after_forward()
+    engine.parameters.to_rest()
     engine.parameters.zero_grad()
     targets = _model_tensors(engine)
     missing = [key for key in targets if key not in saved]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class Engine:
         self._was_applied = False
         self._boundary: bool | None = None  # None: micro-batches are counted
         self._is_waiting = False  # whether a micro-batch waits for its update, where the caller sets boundaries
+        self._awaits_step = False  # whether `backward` was called since the last `step`
         self._reduced: tuple[float, float, float] | None = None
         self.ema: dict[str, torch.Tensor] = {}
         self._ema_beta = 0.0
@@ -86,12 +88,26 @@ class Engine:
     @collective
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward pass, with its parameters gathered as the stage says."""
-        if not torch.is_grad_enabled():
-            output = self.module(*args, **kwargs)
-            self.parameters.after_forward()
-            return output
-        with self.monitor.clock("forward"):
-            return self.module(*args, **kwargs)
+        with self._back_to_rest_if_broken_off():
+            if not torch.is_grad_enabled():
+                # what is gathered here is gathered into again to train, which inference tensors do not allow
+                with torch.inference_mode(False), torch.no_grad():
+                    output = self.module(*args, **kwargs)
+                self.parameters.to_rest()
+                return output
+            with self.monitor.clock("forward"):
+                return self.module(*args, **kwargs)
+
+    @contextmanager
+    def _back_to_rest_if_broken_off(self) -> Iterator[None]:
+        """A caller who catches the error and goes on must not compute with what a broken pass left gathered."""
+        is_done = False
+        try:
+            yield
+            is_done = True
+        finally:
+            if not is_done:
+                self.parameters.to_rest()
 
     @collective
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> torch.Tensor:
@@ -108,16 +124,20 @@ class Engine:
             `loss`, detached.
 
         Raises:
-            ValueError: the loss is not a scalar, or weighted and plain calls are mixed.
+            ValueError: the loss is not a scalar, `weight` is no count, weighted and plain calls are mixed, or `step`
+                was not called after the last `backward`.
         """
         if self.optimizer is None:
             raise ValueError("backward on a forward-only engine: give the config an optimizer")
         if loss.numel() != 1:
             raise ValueError(f"backward needs a scalar loss, not one of shape {list(loss.shape)}")
+        if self._awaits_step:
+            raise ValueError("backward twice without step: call step after every backward, also within a window")
         factor = self.accumulation.add(loss, weight, self.is_gradient_accumulation_start())
         self.parameters.before_backward(self.is_gradient_accumulation_boundary())
-        with self.monitor.clock("backward"):
+        with self._back_to_rest_if_broken_off(), self.monitor.clock("backward"):
             (loss.float() * (factor * self.scaler.scale)).backward()
+        self._awaits_step = True
         return loss.detach()
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -137,7 +157,12 @@ class Engine:
 
         For updates of a varying number of micro-batches. All ranks say the same, before each `backward`; `micro_steps`
         then counts a closed step as one window.
+
+        Raises:
+            ValueError: `backward` ran already, and reduced gradients or not as it was told before.
         """
+        if self._awaits_step and is_boundary != self.is_gradient_accumulation_boundary():
+            raise ValueError("the boundary was moved between backward and step: say it before backward")
         self._boundary = is_boundary
 
     @collective
@@ -155,9 +180,15 @@ class Engine:
         A non-finite gradient on any rank skips the update on all of them, and so do weights that are all 0:
         parameters, moments and schedule stay, and `skipped_steps` counts it. With `skip` (the same on all
         ranks) a finite one is dropped too; the loss scale does not change then.
+
+        Raises:
+            ValueError: no `backward` since the last `step`; where a rank has nothing to add, its weight is 0.
         """
         if self.optimizer is None:
             raise ValueError("step on a forward-only engine: give the config an optimizer")
+        if not self._awaits_step:
+            raise ValueError("step without backward: call both once a micro-batch, with weight 0 where it is empty")
+        self._awaits_step = False
         boundary = self.is_gradient_accumulation_boundary()
         self._is_waiting = not boundary
         if self._boundary is None:
@@ -274,8 +305,14 @@ class Engine:
 
         The default tag is `global_step{N}`. Between micro-batches of a step, what they added up is saved too. A
         kill at any moment leaves the last complete one found. With the config's `checkpoint.async_save` it is
-        written in the background: `wait_for_checkpoint` before the process group is left.
+        written in the background: `wait_for_checkpoint` before the process group is left. `client_state` is the
+        main rank's.
+
+        Raises:
+            ValueError: `backward` was called and its `step` not yet, or `tag` cannot name a folder.
         """
+        if self._awaits_step:
+            raise ValueError("save_checkpoint between backward and step: save before the one or after the other")
         return checkpoint.save(self, Path(folder), tag, client_state)
 
     @collective
@@ -293,10 +330,11 @@ class Engine:
 
         Raises:
             FileNotFoundError: no such checkpoint; the line names the last good one there.
-            ValueError: it is damaged (likewise), of another model, or stands within an accumulation window that
-                this run's `gradient_accumulation_steps` cannot go on with.
+            ValueError: it is damaged (likewise), of another model or optimizer, or stands within an accumulation window
+                that this run's `gradient_accumulation_steps` cannot go on with.
         """
         result = checkpoint.load(self, Path(folder), tag)
+        self._reduced, self._awaits_step = None, False
         self.monitor.resume(self.global_samples)
         self.parameters.after_update()
         self.weights_version += 1

@@ -69,7 +69,7 @@ class ReplicatedParameters:
     def before_backward(self, is_boundary: bool) -> None:
         pass
 
-    def after_forward(self) -> None:
+    def to_rest(self) -> None:
         pass
 
     def reduce_gradients(self) -> None:

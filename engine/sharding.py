@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from engine import distributed
 from engine.config import ZeroConfig
 from engine.exchange import ExchangeAllGather, ExchangeReduceScatter
 from engine.precision import fp32_modules
@@ -68,40 +70,78 @@ class ShardedParameters:
         if offload:
             _move_buffers(module, device)
         self.trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        # What one rank uses and another does not is reduced all the same, with zeros where there is no gradient.
+        module.set_reduce_scatter_unused_params(True)
+        self._used = dict.fromkeys((name for name, _ in self.trainable), False)  # on this rank, since the last update
+        self._unwatched = set(self._used)
 
     def optimizer_parameter(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
         return parameter
 
     def before_backward(self, is_boundary: bool) -> None:
+        self._watch()
         if self._stage == 1:
-            self.module.set_requires_gradient_sync(is_boundary)
+            if is_boundary:
+                self._complete_sums()
+            for unit in self._units():
+                # FSDP2 can put a reduction off only where there was a forward pass; elsewhere it has none to make
+                unit.set_requires_gradient_sync(is_boundary or not _has_run(unit), recurse=False)
         if self._stage < 3:  # what the next micro-batch computes with is what this one did
             self.module.set_reshard_after_backward(is_boundary)
 
-    def after_forward(self) -> None:
-        """Back to shards after a forward pass that no backward pass will follow."""
+    def _watch(self) -> None:
+        """Have backward note which parameters get a gradient: FSDP2 makes the tensors it sees as it first gathers."""
+        for name, inner in self._inner_parameters() if self._unwatched else ():
+            if name in self._unwatched and hasattr(inner, "_unsharded_param"):
+                inner._unsharded_param.register_post_accumulate_grad_hook(partial(self._note, name))
+                self._unwatched.remove(name)
+
+    def _note(self, name: str, parameter: torch.Tensor) -> None:
+        self._used[name] = True
+
+    def _complete_sums(self) -> None:
+        """Zeros for what no micro-batch before this one used: FSDP2 reduces the gradients of a unit in one type, and
+        those that were added up are in fp32."""
         for unit in self._units():
-            unit.reshard()
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                trained = [inner for inner in group.fsdp_params if inner.sharded_param.requires_grad]
+                if any(inner.unsharded_accumulated_grad is not None for inner in trained):
+                    for inner in trained:
+                        if inner.unsharded_accumulated_grad is None:
+                            zeros = torch.zeros_like(inner._unsharded_param, dtype=torch.float32, requires_grad=False)
+                            inner.unsharded_accumulated_grad = zeros
+
+    def to_rest(self) -> None:
+        """See `to_shards`."""
+        to_shards(self.module)
 
     def _units(self) -> Iterator[FSDPModule]:
         return (child for child in self.module.modules() if isinstance(child, FSDPModule))
 
     def reduce_gradients(self) -> None:
-        """Nothing left to do: FSDP2 reduced them during the last backward pass."""
+        """FSDP2 reduced them during the last backward pass. A parameter unused on every rank keeps none."""
         # The optimizer writes to the shards; a gathered copy left over would be stale afterwards.
-        self.after_forward()
+        self.to_rest()
+        for (_, parameter), is_used in zip(self.trainable, self._used_somewhere(), strict=True):
+            if not is_used:
+                parameter.grad = None
+
+    def _used_somewhere(self) -> list[float]:
+        return distributed.all_reduce_max(self._used.values())
 
     def gradients(self) -> list[torch.Tensor]:
         """The local rows of every gradient (an empty tensor where this rank has none of the rows)."""
         return [local(p.grad) for _, p in self.trainable if p.grad is not None]
 
     def zero_grad(self) -> None:
-        for _, parameter in self.trainable:
+        for name, parameter in self.trainable:
             parameter.grad = None
+            self._used[name] = False
 
     def accumulated_gradients(self) -> dict[str, torch.Tensor]:
         """The mean over ranks of what a step not yet taken has added up, by name. Collective."""
-        means = {name: p.grad for name, p in self.trainable if p.grad is not None}
+        used = zip(self.trainable, self._used_somewhere(), strict=True)
+        means = {name: p.grad for (name, p), is_used in used if is_used and p.grad is not None}
         if self._stage == 1:
             for name, total in self._unreduced():
                 dist.all_reduce(total)
@@ -134,6 +174,7 @@ class ShardedParameters:
     def restore_gradients(self, means: dict[str, torch.Tensor]) -> None:
         """Go on from `accumulated_gradients`; FSDP2 adds what it reduces to what is there."""
         for name, parameter in self.trainable:
+            self._used[name] = name in means
             if name in means:
                 parameter.grad = means[name]
         for _, inner in self._inner_parameters():
@@ -146,7 +187,7 @@ class ShardedParameters:
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole tensor) of every parameter, gathered one at a time. Collective."""
-        self.after_forward()
+        self.to_rest()
         for name, parameter in self.module.named_parameters():
             yield name, whole(parameter.detach())
 
@@ -157,10 +198,24 @@ def sent_dtype(stage: int, compute: torch.dtype, device_type: str) -> torch.dtyp
     return compute if device_type == "cpu" and compute == torch.bfloat16 and stage > 1 else torch.float32
 
 
+def _has_run(unit: FSDPModule) -> bool:
+    groups = unit._get_fsdp_state()._fsdp_param_groups
+    return all(hasattr(inner, "_unsharded_param") for group in groups for inner in group.fsdp_params)
+
+
 def _unsharded_gradient(inner: Any) -> torch.Tensor | None:
     if inner.unsharded_accumulated_grad is not None:
         return inner.unsharded_accumulated_grad
     return inner._unsharded_param.grad if hasattr(inner, "_unsharded_param") else None
+
+
+def to_shards(module: nn.Module) -> None:
+    """Give gathered copies back: after a forward pass that no backward pass will follow or an error in either, and
+    before shards are read or written. Gradients that were added up stay."""
+    # Nothing is gathered before the first forward pass. `reshard` of each unit would leave those as they are that an
+    # error stopped in the middle of their forward pass.
+    if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:
+        module.reset_iter_state()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

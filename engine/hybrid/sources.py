@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from engine.adapters import Factors, active_factors, plain_name
+from engine.sharding import to_shards
 
 
 @dataclass
@@ -32,9 +32,7 @@ class Sources:
 
     def refresh(self) -> None:
         """Look the parameters up again: sharding replaces them between training and rest. Collective."""
-        for child in self.module.modules():
-            if isinstance(child, FSDPModule):
-                child.reshard()
+        to_shards(self.module)
         self._sources = {}
         adapters = active_factors(self.module)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
