@@ -43,7 +43,7 @@ class _Snapshot:
 
 def save(engine: Any, folder: Path, tag: str | None, client_state: dict | None) -> Path:
     """See `Engine.save_checkpoint`."""
-    tag = checkpoint_files.check_tag(tag or f"global_step{engine.global_steps}")
+    tag = checkpoint_files.check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag))
     settings = engine.config.checkpoint
     engine.wait_for_checkpoint()
     counters = {**_counters(engine), "client_state": client_state or {}}
@@ -113,7 +113,7 @@ class Background:
 def load(engine: Any, folder: Path, tag: str | None) -> tuple[Path, dict]:
     """See `Engine.load_checkpoint`."""
     engine.wait_for_checkpoint()
-    tag = _agree(lambda: checkpoint_files.find(folder, tag))
+    tag = _agree(lambda: checkpoint_files.find(folder, None if tag is None else str(tag)))
     path = folder / tag
     problems = distributed.gather_objects(checkpoint_files.problem(path, distributed.rank(), distributed.world_size()))
     found = next((text for text in problems if text), None)
@@ -121,6 +121,7 @@ def load(engine: Any, folder: Path, tag: str | None) -> tuple[Path, dict]:
         _agree(lambda: _raise(f"checkpoint {path} is damaged: {found}{checkpoint_files.offer(folder, tag)}"))
     saved = torch.load(path / "engine.pt", weights_only=False)
     micro_steps = _place_in_window(engine, path, saved)
+    _check_optimizer(engine, path, saved)
     gradients = _load_tensors(engine, path)
     engine.global_steps, engine.micro_steps = saved["global_steps"], micro_steps
     engine.skipped_steps, engine.global_samples = saved["skipped_steps"], saved["global_samples"]
@@ -129,7 +130,7 @@ def load(engine: Any, folder: Path, tag: str | None) -> tuple[Path, dict]:
     engine.accumulation.load_state_dict(saved["accumulation"])
     if engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
-    if engine.optimizer is not None:
+    if engine.optimizer is not None and saved["optimizer"] is not None:
         for group, values in zip(engine.optimizer.param_groups, saved["optimizer_groups"], strict=True):
             group.update({key: value for key, value in values.items() if key not in _NOT_SAVED})
         for name, parameter in engine.parameters.trainable:
@@ -172,6 +173,24 @@ def _place_in_window(engine: Any, path: Path, saved: dict[str, Any]) -> int:
     return windows * window + done * window // saved["window"]
 
 
+def _check_optimizer(engine: Any, path: Path, saved: dict[str, Any]) -> None:
+    """Raise where this run's optimizer could not go on with the saved one's state."""
+    if engine.optimizer is None or saved["optimizer"] is None:
+        return
+    kind, saved_kind = type(engine.optimizer).__name__, saved["optimizer"]
+    if kind != saved_kind:
+        raise ValueError(
+            f"checkpoint {path} holds the state of {saved_kind}, and this run's optimizer is {kind}: resume it with "
+            f"{saved_kind}, or start anew from weights that save_pretrained wrote"
+        )
+    groups, saved_groups = len(engine.optimizer.param_groups), len(saved["optimizer_groups"])
+    if groups != saved_groups:
+        raise ValueError(
+            f"checkpoint {path} has {saved_groups} parameter groups and this run's optimizer {groups}: resume it with "
+            "the weight decay and the groups it was saved with"
+        )
+
+
 def _tensors(engine: Any) -> dict[str, torch.Tensor]:
     """Everything that is saved by name. Collective."""
     engine.parameters.to_rest()
@@ -205,11 +224,17 @@ def _load_tensors(engine: Any, path: Path) -> dict[str, torch.Tensor]:
     reader = dcp.FileSystemReader(str(path / "state"))
     saved = reader.read_metadata().state_dict_metadata
     engine.parameters.to_rest()
-    engine.parameters.zero_grad()
     targets = _model_tensors(engine)
     missing = [key for key in targets if key not in saved]
     if missing:
         raise ValueError(f"checkpoint {path} lacks {len(missing)} tensors of this model, such as {missing[0]!r}")
+    for key, target in targets.items():
+        if saved[key].size != target.shape:
+            raise ValueError(
+                f"checkpoint {path} is of another model: {key!r} is {list(saved[key].size)} there and "
+                f"{list(target.shape)} here"
+            )
+    engine.parameters.zero_grad()
     gradients = {}
     if engine.optimizer is not None:
         # A fresh optimizer has no state yet: make room for what was saved, laid out like its parameter.
@@ -253,6 +278,7 @@ def _counters(engine: Any) -> dict[str, Any]:
         "scaler": engine.scaler.state_dict(),
         "accumulation": engine.accumulation.state_dict(),
         "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+        "optimizer": type(engine.optimizer).__name__ if engine.optimizer is not None else None,
         "optimizer_groups": [{k: v for k, v in group.items() if k not in _NOT_SAVED} for group in groups],
         "optimizer_values": _plain_state(engine),
     }

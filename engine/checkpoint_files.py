@@ -92,6 +92,8 @@ def find(folder: Path, tag: str | None) -> str:
         if not (folder / LATEST).exists():
             raise FileNotFoundError(f"no checkpoint in {folder}: the file {LATEST!r} is missing{offer(folder)}")
         tag = (folder / LATEST).read_text().strip()
+        if not tag:
+            raise FileNotFoundError(f"the file {LATEST!r} in {folder} is empty{offer(folder)}")
     check_tag(tag)
     _recover(folder, tag)
     if not (folder / tag).is_dir():

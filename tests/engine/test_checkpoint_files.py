@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import shutil
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import engine
 from engine import checkpoint_files
@@ -37,8 +39,14 @@ def test_missing_ones_are_named_with_the_last_good_one(tmp_path):
     (tmp_path / "latest").write_text("gone")
     with pytest.raises(FileNotFoundError, match="no checkpoint .*gone; the last good one there is tag 'good'"):
         eng.load_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match="tag '../x' cannot name a folder"):
-        eng.save_checkpoint(tmp_path, tag="../x")
+    (tmp_path / "latest").write_text("")
+    with pytest.raises(FileNotFoundError, match="the file 'latest' in .* is empty; the last good .* tag 'good'"):
+        eng.load_checkpoint(tmp_path)
+    for tag in ("../x", ""):
+        with pytest.raises(ValueError, match=f"tag '{tag}' cannot name a folder"):
+            eng.save_checkpoint(tmp_path, tag=tag)
+    assert eng.save_checkpoint(tmp_path, tag=5) == tmp_path / "5"  # a number of steps, as DeepSpeed takes it
+    assert eng.load_checkpoint(tmp_path, tag=5)[0] == tmp_path / "5"
 
 
 def cut(path):
@@ -70,6 +78,34 @@ def test_damage_is_named_and_nothing_is_loaded(tmp_path, damage, file, message):
         eng.load_checkpoint(tmp_path)
     assert "\n" not in str(caught.value) and eng.weights_version == 0
     assert loaded(tmp_path, "one")[0] == "one"
+
+
+MISFITS = {
+    "of another model: 'model.model.embed_tokens.weight' is [67, 32] there and [70, 32] here": ({"vocab_size": 70}, {}),
+    "lacks 9 tensors of this model, such as": ({"num_hidden_layers": 3}, {}),
+    "holds the state of AdamW, and this run's optimizer is SGD: resume it with AdamW": (
+        {},
+        {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}},
+    ),
+    "has 2 parameter groups and this run's optimizer 1: resume it with the weight decay": (
+        {},
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MISFITS)
+def test_what_does_not_fit_is_named_and_nothing_is_loaded(tmp_path, message):
+    trained = start()
+    micro_step(trained, token_batch(2))
+    trained.save_checkpoint(tmp_path)
+    model, config = MISFITS[message]
+    eng = engine.initialize(tiny_llama(**model), config_for(0, 1, 0.5, **config))
+    before = [parameter.clone() for parameter in eng.module.parameters()]
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        eng.load_checkpoint(tmp_path)
+    assert "\n" not in str(caught.value) and eng.global_steps == 0
+    assert all(torch.equal(now, then) for now, then in zip(eng.module.parameters(), before, strict=True))
 
 
 def damaged_on_two(rank, world, folder):
