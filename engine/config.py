@@ -52,6 +52,8 @@ class OptimizerConfig(Section):
     def model_post_init(self, context: Any) -> None:
         if self.type is not None:
             optimizers.check_params(self.type, self.params)
+        elif self.params:
+            raise ValueError("optimizer.params stands without optimizer.type: name the optimizer, such as 'AdamW'")
 
 
 class SchedulerConfig(Section):
@@ -63,6 +65,8 @@ class SchedulerConfig(Section):
     def model_post_init(self, context: Any) -> None:
         if self.type is not None:
             schedules.check_params(self.type, self.params)
+        elif self.params:
+            raise ValueError("scheduler.params stands without scheduler.type: name the schedule, such as 'WarmupLR'")
 
 
 class FP16Config(Section):

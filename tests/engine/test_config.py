@@ -448,6 +448,8 @@ def test_every_known_key_is_accepted():
             {"scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}},
             "scheduler.params.warmup is not a parameter",
         ),
+        ({"scheduler": {"params": {"warmup_num_steps": 5}}}, "scheduler.params stands without scheduler.type: name"),
+        ({"optimizer": {"params": {"lr": 1e-3}}}, "optimizer.params stands without optimizer.type: name"),
         (
             {"gradient_allreduce_op": "sum"},
             'config key gradient_allreduce_op is "sum", which this engine does not do',
