@@ -155,6 +155,19 @@ def test_resume_within_an_accumulation_window(tmp_path):
             torch.testing.assert_close(parameters[name], expected[name], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("micro", [1, 3])
+def test_resume_after_any_micro_batch(tmp_path, micro):
+    expected, norms = uninterrupted_window()
+    first, second = tmp_path / "1", tmp_path / "3"
+    run_ranks(save_within, 2, [(1, first), (3, second)], micro)
+    resumed = finish_within(0, 1, [(0, second)], micro)
+    resumed += run_ranks(finish_within, 3, [(2, first), (1, second)], micro)[0]
+    for parameters, got in resumed:
+        assert got == pytest.approx(norms, rel=1e-5)
+        for name in expected:
+            torch.testing.assert_close(parameters[name], expected[name], atol=1e-5, rtol=0)
+
+
 def same_world_within(rank, world, stages, folder):
     """bf16 gradients wait in fp32 sums of their own; they are saved too."""
     for stage in stages:

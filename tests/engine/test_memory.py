@@ -226,3 +226,37 @@ def test_a_real_rank_holds_what_was_estimated(world, cases):
     for case, (held, moments, estimate) in zip(cases, results, strict=True):
         assert moments == pytest.approx(estimate.moments, rel=0.05), case
         assert held == pytest.approx(estimate.total, rel=0.05), case
+
+
+def measure_kinds(rank, world):
+    """For each stage, in bf16: bytes of what forward reads, of reduced gradients, and of optimizer states."""
+    batch = token_batch(1, length=4, vocab=VOCAB)
+    results = []
+    for stage in (0, 1, 2, 3):
+        eng = engine.initialize(medium_llama(), config_for(stage, bf16=True))
+        for _ in range(2):
+            loss, _ = token_loss(eng(batch["input_ids"]).logits, batch["labels"])
+            # at stage 3 the layers have given their copies back by now
+            read = bytes_of(p for layer in eng.module.model.layers for p in layer.parameters())
+            eng.backward(loss)
+            eng.has_overflow()  # reduces
+            gradients = bytes_of(eng.parameters.gradients())
+            eng.step()
+        owned = [p for group in eng.optimizer.param_groups for p in group["params"]]
+        moments = bytes_of(v for state in eng.optimizer.state.values() for v in state.values() if v.ndim)
+        results.append((read, gradients, bytes_of(p.detach() for p in owned) + moments))
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_measured_kinds_follow_the_papers_table(world):
+    """2 bytes a parameter, 4 a gradient (fp32 here), 12 of optimizer states, by the stage whole or dealt out."""
+    numel = sum(p.numel() for p in medium_llama().parameters())
+    in_layers = sum(p.numel() for p in medium_llama().model.layers.parameters())
+    for ranks in run_ranks(measure_kinds, world):
+        for stage, (read, gradients, states) in enumerate(ranks):
+            assert gradients == pytest.approx(4 * numel / (world if stage else 1), rel=0.05), stage
+            assert states == pytest.approx(12 * numel / (world if stage else 1), rel=0.05), stage
+            # stage 3 reads from the fp32 shards that are counted among the states
+            expected = 4 * in_layers / world if stage == 3 else 2 * in_layers
+            assert read == pytest.approx(expected, rel=0.05), stage

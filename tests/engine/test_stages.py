@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import engine
+from tests.engine.reference import gradient
 from tests.engine.tiny import plain_training, tiny_llama, token_batch, token_loss
 from tests.helpers import run_ranks
 
@@ -112,6 +113,67 @@ def test_equal_to_plain_training(world):
         assert parameters.keys() == expected.keys()
         for name, tensor in parameters.items():
             torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0, msg=f"{case} {name}")
+
+
+WIDE_ROWS = 16
+
+
+def run_wide(rank, world, cases):
+    batches = [token_batch(WIDE_ROWS, seed=seed) for seed in range(STEPS)]
+    results = []
+    for variant, stage, clip in cases:
+        eng = engine.initialize(build(variant), config_for(stage, 4, clip))
+        results.append((train(eng, batches, rank, world, 4), whole(eng)))
+    return results
+
+
+@pytest.mark.slow
+def test_four_ranks_and_four_micro_batches():
+    """A row for each: every variant and stage, clipped and not by turns."""
+    pairs = itertools.product(VARIANTS, (0, 1, 2, 3))
+    cases = [(variant, stage, 0.5 * (number % 2)) for number, (variant, stage) in enumerate(pairs)]
+    batches = [token_batch(WIDE_ROWS, seed=seed) for seed in range(STEPS)]
+    for case, (norms, parameters) in zip(cases, run_ranks(run_wide, 4, cases, timeout=300)[0], strict=True):
+        variant, _, clip = case
+        expected, expected_norms = plain_training(build(variant), batches, LR, clip, weight_decay=0.1)
+        assert norms == pytest.approx(expected_norms, rel=1e-5), case
+        for name, tensor in parameters.items():
+            torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0, msg=f"{case} {name}")
+
+
+SUPERVISED = (1, 20, 3, 11)  # tokens of the joint batch's four rows: by rank and micro-batch as unequal as can be
+
+
+def uneven_batch() -> dict[str, torch.Tensor]:
+    ids = token_batch(4, length=21, seed=3)["input_ids"].clamp(min=1)
+    mask = torch.arange(21)[None, :] <= torch.tensor(SUPERVISED)[:, None]
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(~mask, -100)}
+
+
+def descend(rank, world, cases):
+    """One update of plain gradient descent at rate 1: what the parameters moved by is the gradient."""
+    results = []
+    for stage, accumulation in cases:
+        sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+        eng = engine.initialize(build("plain"), config_for(stage, accumulation, 0.0, **sgd))
+        before = whole(eng)
+        train(eng, [uneven_batch()], rank, world, accumulation)
+        results.append({name: before[name] - tensor for name, tensor in whole(eng).items()})
+    return results
+
+
+def test_unequal_token_counts_are_one_batch():
+    """Against float64 sums over single rows, in which no micro-batch has a mean of its own."""
+    expected, _ = gradient(build("plain"), uneven_batch())
+    two = [(stage, accumulation) for stage in (0, 1, 2, 3) for accumulation in (1, 2)]
+    moved = descend(0, 1, [(0, 1), (0, 2), (0, 4)]) + run_ranks(descend, 2, two)[0] + run_ranks(descend, 4, [(3, 1)])[0]
+    for gradients in moved:
+        for name, tensor in gradients.items():
+            torch.testing.assert_close(tensor.double(), expected[name], atol=1e-6, rtol=0, msg=name)
+    rows = [{key: value[i : i + 1] for key, value in uneven_batch().items()} for i in range(4)]
+    means = [gradient(build("plain"), row)[0] for row in rows]
+    gap = max(float((sum(mean[name] for mean in means) / 4 - expected[name]).abs().max()) for name in expected)
+    assert gap > 1e-2  # a mean of means is far away
 
 
 def test_reference_would_notice_a_mean_of_means():
