@@ -50,9 +50,9 @@ def template_layout(
     """Pieces of a chat template.
 
     An answer begins where the template's generation prompt ends, so a prompt is always the beginning of the
-    whole. It ends at the first control token behind its content, which is the template's end token; END
-    is put in where the template has none. Trained is the whole answer, or, where the template marks what the
-    model generates ({% generation %}), the marked part of it; an assistant turn with no mark is not trained.
+    whole. It ends at the template's end token behind its content; END is put in where the template has none. Trained
+    is the whole answer, or, where the template marks what the model generates ({% generation %}), the marked part of
+    it; an assistant turn with no mark is not trained.
 
     Args:
         template: Jinja text.
@@ -69,6 +69,7 @@ def template_layout(
         missing = sorted(set(range(len(roles))) - {int(slot[1]) for slot in slots})
         which = f"leaves out turn {missing[0]} ({roles[missing[0]]})" if missing else "repeats a turn"
         raise ValueError(f"the chat template {which} of the roles {', '.join(roles)}")
+    end = template_end_token(template, variables, specials) if "assistant" in roles else None
     pieces: list[Piece] = []
     position = 0
     for slot, following in zip(slots, [*slots[1:], None], strict=True):
@@ -80,8 +81,10 @@ def template_layout(
         start = _answer_start(text, position, slot.start(), template, variables, roles[:number])
         pieces += [text[position:start], START, *_answer(text, start, slot, marks), number]
         position = slot.end()
-        closing = _first_special(text[position : following.start() if following else len(text)], specials)
-        if closing is not None:
+        behind = text[position : following.start() if following else len(text)]
+        closing = _first_special(behind, specials)
+        # another control token than the end token opens the next turn
+        if closing is not None and behind[closing[0] : closing[1]] == end:
             pieces.append(text[position : position + closing[0]])
             position += closing[1]
         pieces.append(END)
@@ -118,6 +121,14 @@ def template_end_token(template: str, variables: dict[str, Any], specials: Seque
     slot = list(_SLOT.finditer(text))[-1]
     closing = _first_special(text[slot.end() :], specials)
     return text[slot.end() :][closing[0] : closing[1]] if closing else None
+
+
+def question_layout(template: str, variables: dict[str, Any]) -> str:
+    """What the template writes around a question by itself; nothing when it refuses to."""
+    try:
+        return _render(template, variables, ["user"], False)[0]
+    except ValueError:
+        return ""
 
 
 def _first_special(text: str, specials: Sequence[str]) -> tuple[int, int] | None:

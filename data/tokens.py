@@ -8,12 +8,13 @@ gets a space put in front of it (SentencePiece's dummy prefix).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from data.layout import special_pattern
+from data.layout import question_layout, special_pattern
 
 _SPACES = ("\u2581", "\u0120")  # how SentencePiece and byte-level tokenizers write a space
 
@@ -28,8 +29,8 @@ class Encoder:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._backend = _own_backend(tokenizer)
         self.specials = control_tokens(tokenizer)
+        self._backend = _own_backend(tokenizer, self.specials)
         self._pattern = special_pattern(self.specials)
         bare = self._ids(["a"])[0]
         whole = tokenizer("a", verbose=False)["input_ids"]
@@ -78,23 +79,51 @@ class Encoder:
         )["input_ids"]
 
 
-def _own_backend(tokenizer: Any) -> Tokenizer | None:
+def _own_backend(tokenizer: Any, specials: Sequence[str]) -> Tokenizer | None:
     """A copy of a fast tokenizer's core that reads control tokens in a text as text, pads and cuts nothing, and
     is out of reach of what other callers set; None for a tokenizer written in Python."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
-    own = Tokenizer.from_str(backend.to_str())
+    own = Tokenizer.from_str(json.dumps(_out_of_reach(json.loads(backend.to_str()), set(specials))))
     own.no_padding()
     own.no_truncation()
     own.encode_special_tokens = True
     return own
 
 
+def _out_of_reach(core: dict[str, Any], specials: set[str]) -> dict[str, Any]:
+    """A tokenizer's core in which the control tokens keep their ids under names that no text can have.
+
+    A control token is often a word of the vocabulary too, and a model of whole words or of word probabilities finds it
+    there; and what was added as a plain token is found even where control tokens are read as text.
+    """
+    names = {text: f"\U0010ffff {number} \U0010fffe" for number, text in enumerate(sorted(specials))}
+    model = core["model"]
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(text, text): number for text, number in vocab.items()}
+    else:
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+    if model.get("merges"):
+        pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+        model["merges"] = [pair for pair in pairs if not names.keys() & {*pair, "".join(pair)}]
+    model["unk_token"] = names.get(model.get("unk_token"), model.get("unk_token"))
+    for token in core["added_tokens"]:
+        if token["content"] in names:
+            token.update(content=names[token["content"]], special=True)
+    return core
+
+
 def control_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """Texts of the tokenizer's control tokens, sorted."""
-    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return tuple(sorted(added | set(tokenizer.all_special_tokens)))
+    """Texts of the tokenizer's control tokens, sorted: those marked as such, and those among its other added tokens
+    with which its chat template opens and closes a question."""
+    added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
+    found = {text for text, special in added.items() if special} | set(tokenizer.all_special_tokens)
+    if tokenizer.chat_template:
+        around = question_layout(tokenizer.get_chat_template(), dict(tokenizer.special_tokens_map))
+        found |= {text for text in added if text in around}
+    return tuple(sorted(found))
 
 
 def _one_space(text: str) -> bool:

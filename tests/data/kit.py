@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 
 import sentencepiece
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -113,6 +114,39 @@ def wordpiece_fast():
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="[CLS]", eos_token="[SEP]", pad_token="[PAD]", unk_token="[UNK]"
     )
+
+
+def unigram_fast():
+    """Unigram as T5 and ALBERT have it: the control tokens are words of the vocabulary too."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+def words_fast(model=models.WordLevel):
+    """Whole words between spaces, the control tokens among them; `model` may be WordPiece."""
+    words = ["<unk>", "<s>", "</s>", "say", "no", "here", "now", "Human:", "Assistant:"]
+    tokenizer = Tokenizer(model({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def plainly_added_fast():
+    """ChatML whose delimiters were added as plain tokens, not as control tokens, behind another plain token."""
+    core = json.loads(byte_level().to_str())
+    delimiters = ["<think>", "<|im_start|>", "<|im_end|>"]
+    for token in delimiters[1:]:
+        core["model"]["vocab"][f"unused {token}"] = core["model"]["vocab"].pop(token)
+    core["added_tokens"] = [token for token in core["added_tokens"] if token["content"] not in delimiters]
+    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(core)), eos_token="</s>")
+    fast.add_tokens(delimiters)
+    fast.chat_template = CHATML
+    return fast
 
 
 ALL = {

@@ -5,9 +5,19 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models
 
 from data import chat
-from tests.data.kit import ALL, CHATML, build, byte_level_fast, sentencepiece_fast
+from tests.data.kit import (
+    ALL,
+    CHATML,
+    build,
+    byte_level_fast,
+    plainly_added_fast,
+    sentencepiece_fast,
+    unigram_fast,
+    words_fast,
+)
 
 LOSSLESS = [name for name in ALL if name != "WordPiece"]
 
@@ -156,6 +166,44 @@ def test_control_token_text_stays_text():
         assert ids.count(end) == plain.count(end)
         assert labels.count(end) == 1
         assert text in tokenizer.decode([token for token in ids if token != end])
+
+
+@pytest.mark.parametrize("make", [unigram_fast, words_fast, lambda: words_fast(models.WordPiece)])
+def test_control_tokens_that_are_words_of_the_vocabulary_are_not_found_in_texts(make):
+    tokenizer = make()
+    ids, labels = chat.encode_dialogue(tokenizer, turns("say </s> <s> now"), "no </s> here")
+    own = [token for token in labels if token != chat.IGNORE]
+    assert ids.count(tokenizer.eos_token_id) == own.count(tokenizer.eos_token_id) == 1
+    assert ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.convert_tokens_to_ids("<s>") not in ids
+    expected = "no </s> here" if make is unigram_fast else "no <unk> here"
+    assert tokenizer.decode(own[:-1]).strip() == expected
+
+
+def test_delimiters_added_as_plain_tokens_are_not_found_in_texts():
+    tokenizer = plainly_added_fast()
+    start, end, think = (tokenizer.convert_tokens_to_ids(t) for t in ("<|im_start|>", "<|im_end|>", "<think>"))
+    dialogue = turns("say <|im_end|> now <|im_start|>")
+    ids, labels = chat.encode_dialogue(tokenizer, dialogue, "<think>no <|im_end|> here")
+    assert (ids.count(start), ids.count(end)) == (2, 2)
+    own = [token for token in labels if token != chat.IGNORE]
+    assert own[0] == think, "a plain added token that is no delimiter stays a token"
+    assert own.count(end) == 1 and tokenizer.decode(own) == "<think>no <|im_end|> here<|im_end|>"
+    assert chat.encode_prompt(tokenizer, turns("hello")) == tokenizer.apply_chat_template(
+        turns("hello"), add_generation_prompt=True, return_dict=False
+    )
+
+
+def test_marker_of_the_next_turn_is_no_end_token():
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + ' ' + m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+    )
+    tokenizer = byte_level_fast(template=template)
+    ids, _ = chat.encode_dialogue(tokenizer, turns("hello", "good", "day"), "yes")
+    assert tokenizer.decode(ids) == (
+        "<|im_start|>user hello<|im_start|>assistant good</s><|im_start|>user day<|im_start|>assistant yes</s>"
+    )
 
 
 def test_marker_text_inside_a_turn_stays_inside():
