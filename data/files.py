@@ -103,7 +103,7 @@ def _naming(path: Path) -> Iterator[None]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path}: the compressed file is damaged or cut off ({error}): fetch it again") from error
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from error
+        raise ValueError(f"{path}: cannot be read ({_one_line(error)})") from error
 
 
 def count_file(path: Path) -> int:
@@ -139,6 +139,8 @@ def _parse_line(line: bytes, number: int) -> Record | BadRecord:
         return BadRecord("not JSON", f"line {number}, column {error.colno}: {error.msg}")
     except RecursionError:
         return BadRecord("not JSON", f"line {number}: nested too deep")
+    except ValueError as error:  # a number of thousands of digits
+        return BadRecord("not JSON", f"line {number}: {error}")
     return _as_record(record)
 
 
@@ -149,7 +151,8 @@ def _as_record(record: Any) -> Record | BadRecord:
 
 
 def _read_json(path: Path) -> Iterator[Record | BadRecord]:
-    """One list of records, an object that holds one list, or lines of JSON under the wrong name."""
+    """One list of records, an object that holds one list or a list for each column, or lines of JSON under the wrong
+    name."""
     with open_bytes(path) as file:
         content = file.read()
     try:
@@ -169,13 +172,26 @@ def _read_json(path: Path) -> Iterator[Record | BadRecord]:
                     yield _parse_line(line, number)
             return
         raise ValueError(f"{path}: not JSON at line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: its JSON is nested too deep") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"{path}: {error}") from error
     if isinstance(whole, dict):
         lists = [value for value in whole.values() if isinstance(value, list) and _holds_records(value)]
-        whole = lists[0] if len(lists) == 1 and not _is_row(whole) else [whole]
+        if not lists and _is_columns(whole):
+            whole = [dict(zip(whole, cells, strict=True)) for cells in zip(*whole.values(), strict=True)]
+        else:
+            whole = lists[0] if len(lists) == 1 and not _is_row(whole) else [whole]
     if not isinstance(whole, list):
         raise ValueError(f"{path}: a {type(whole).__name__} in place of a list of rows")
     for record in whole:
         yield _as_record(record)
+
+
+def _is_columns(whole: dict[str, Any]) -> bool:
+    """True for a table written by columns: lists of one length."""
+    sizes = {len(value) if isinstance(value, list) else -1 for value in whole.values()}
+    return len(whole) > 1 and len(sizes) == 1 and -1 not in sizes
 
 
 def _holds_records(value: list[Any]) -> bool:
@@ -209,7 +225,8 @@ def _read_table(path: Path, delimiter: str) -> Iterator[Record | BadRecord]:
                     detail = f"line {rows.line_num} has {len(row)} cells, the header has {len(header)}"
                     yield BadRecord("wrong number of cells", detail)
                 else:
-                    yield dict(zip(header, row, strict=True))
+                    # a table cannot tell an empty text from none, which is what most empty cells are
+                    yield {name: cell or None for name, cell in zip(header, row, strict=True)}
         except csv.Error as error:
             raise ValueError(f"{path}: not a table at line {rows.line_num}: {error}") from error
         except UnicodeDecodeError as error:
@@ -223,8 +240,8 @@ def _read_parquet(path: Path) -> Iterator[Record | BadRecord]:
     try:
         source = path if path.suffix.lower() not in PACKINGS else pyarrow.BufferReader(_all_bytes(path))
         for batch in pyarrow.parquet.ParquetFile(source).iter_batches(BATCH_ROWS):
-            yield from batch.to_pylist()
-    except pyarrow.ArrowInvalid as error:
+            yield from _batch_rows(batch)
+    except pyarrow.ArrowException as error:
         raise ValueError(f"{path}: not a parquet file ({_one_line(error)})") from error
 
 
@@ -243,9 +260,21 @@ def _read_arrow(path: Path) -> Iterator[Record | BadRecord]:
             batches = iter(pyarrow.ipc.open_stream(source))
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
-                yield from batch.slice(start, BATCH_ROWS).to_pylist()
-    except pyarrow.ArrowInvalid as error:
+                yield from _batch_rows(batch.slice(start, BATCH_ROWS))
+    except pyarrow.ArrowException as error:
         raise ValueError(f"{path}: not an arrow file ({_one_line(error)})") from error
+
+
+def _batch_rows(batch: Any) -> Iterator[Record | BadRecord]:
+    """The rows of an arrow batch; one by one when one of them has text that is no UTF-8."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for number in range(batch.num_rows):
+            try:
+                yield from batch.slice(number, 1).to_pylist()
+            except UnicodeDecodeError as error:
+                yield BadRecord("not UTF-8", f"byte {error.start} of a text")
 
 
 def _all_bytes(path: Path) -> bytes:

@@ -23,7 +23,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from data.markers import ASSISTANT, HUMAN
-from data.turns import RowError, text_of
+from data.parts import number
+from data.turns import RowError, read_list, text_of
 
 Record = Mapping[str, Any]
 
@@ -35,15 +36,14 @@ def _comparison(record: Record) -> dict[str, Any]:
     question = record["question"]
     prompt = question.get("full_text") if isinstance(question, Mapping) else question
     answers = [_CITATION.sub("", text_of(record[name], name)).strip() for name in ("answer_0", "answer_1")]
-    first_is_better = float(record["score_0"]) >= float(record["score_1"])
-    chosen, rejected = answers if first_is_better else answers[::-1]
-    margin = abs(float(record["score_0"]) - float(record["score_1"]))
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": margin}
+    first, second = (number(record[name], name) for name in ("score_0", "score_1"))
+    chosen, rejected = answers if first >= second else answers[::-1]
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": abs(first - second)}
 
 
 def _preference(record: Record) -> dict[str, Any]:
     answers = [record["human_ref_A"], record["human_ref_B"]]
-    chosen, rejected = answers if int(record["labels"]) == 1 else answers[::-1]
+    chosen, rejected = answers if number(record["labels"], "labels") == 1 else answers[::-1]
     return {"prompt": record["history"], "chosen": chosen, "rejected": rejected}
 
 
@@ -55,10 +55,10 @@ def _passages(record: Record) -> dict[str, Any]:
 
 
 def _first_passage(record: Record, field: str) -> Any:
-    passages = record[field]
-    if not passages or not isinstance(passages[0], Mapping) or "text" not in passages[0]:
+    passage = _first_of(record, field)
+    if not isinstance(passage, Mapping) or passage.get("text") is None:
         raise RowError("empty answer", field)
-    return passages[0]["text"]
+    return passage["text"]
 
 
 def _human_ai(record: Record) -> dict[str, Any]:
@@ -66,9 +66,10 @@ def _human_ai(record: Record) -> dict[str, Any]:
 
 
 def _first_of(record: Record, field: str) -> Any:
-    if not record[field]:
+    values = read_list(record[field], field)
+    if not values:
         raise RowError("empty answer", field)
-    return record[field][0]
+    return values[0]
 
 
 def _upper_case(record: Record) -> dict[str, Any]:
@@ -93,10 +94,10 @@ def _quizzes(record: Record) -> dict[str, Any]:
 
 def _mkqa(language: str) -> Callable[[Record], dict[str, Any]]:
     def read(record: Record) -> dict[str, Any]:
-        query, answers = record["queries"].get(language), record["answers"].get(language)
-        if not answers or not answers[0].get("text"):
-            raise RowError("empty answer", f"answers.{language}")
-        return {"prompt": query, "response": answers[0]["text"]}
+        for field in ("queries", "answers"):
+            if not isinstance(record[field], Mapping):
+                raise RowError("not text", field, f"a {type(record[field]).__name__} in place of texts by language")
+        return {"prompt": record["queries"].get(language), "response": _first_passage(record["answers"], language)}
 
     return read
 

@@ -42,7 +42,7 @@ def open_hub(source: Source, streaming: bool = False) -> tuple[Any, Any | None]:
 
     try:
         found = datasets.load_dataset(source.name, source.subset, revision=source.revision, streaming=streaming)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a set that is a script
         raise ValueError(
             f"no data at {source.name}: it is no local path, and the hub's data set could not be loaded "
             f"({_one_line(error)})"
@@ -63,5 +63,4 @@ def _parts(source: Source, found: Any) -> tuple[Any, Any | None]:
 
 
 def _one_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0]
+    return " ".join(str(error).split()) or type(error).__name__

@@ -129,7 +129,8 @@ def load_rows(
         report.rows_train += 1
         rows += found
     if not rows:
-        raise ValueError(f"no usable row in {summary(report)}")
+        first = "".join(f"; first: {example}" for example in [*report.first_dropped.values()][:1])
+        raise ValueError(f"no usable row in {summary(report)}{first}")
     out = report.as_dict()
     out["rows_used"] = out.pop("rows_train")
     for name in ("rows_eval", "items_train", "items_eval"):

@@ -21,7 +21,13 @@ SYSTEM = "\n\nSystem:"
 MARKERS = {"user": HUMAN, "assistant": ASSISTANT, "system": SYSTEM}
 
 _MARKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+_WINDOWS_MARKER = re.compile(r"\r\n\r\n((?:Human|Assistant):)")
 _ROLE = {"Human": "user", "Assistant": "assistant"}
+
+
+def unix_markers(text: str) -> str:
+    """`text` with the blank line before its markers as it has to be, where a Windows program has written it."""
+    return _WINDOWS_MARKER.sub(r"\n\n\1", text) if "\r" in text else text
 
 
 def has_markers(text: str) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from data.markers import ASSISTANT, HUMAN, Turn, has_markers, split_last_answer, turns_to_text
-from data.turns import RowError, is_turns, read_turn, read_turns, text_of
+from data.markers import ASSISTANT, HUMAN, Turn, has_markers, split_last_answer, turns_to_text, unix_markers
+from data.turns import RowError, is_turn, is_turns, parse_json, read_turn, read_turns, text_of
 
 Row = dict[str, Any]
 
@@ -15,6 +14,8 @@ TURNS = ("messages", "conversations", "conversation", "dialogue", "dialog")
 PROMPTS = ("prompt", "question", "instruction", "query")
 ANSWERS = ("response", "completion", "answer", "output", "chosen")
 SCORES = ("reward", "label", "score")
+LARGEST = 3.4e38
+"""Numbers are kept in 32 bits."""
 PAIR_SCORES = (("chosen_score", "rejected_score"), ("score_chosen", "score_rejected"), ("margin", None))
 
 
@@ -30,6 +31,7 @@ def prompt_row(turns: list[Turn], field: str) -> Row:
 
 def text_prompt(text: str, field: str) -> tuple[Row, str]:
     """(row with the prompt, beginning of the answer): a plain prompt is wrapped, one with markers kept."""
+    text = unix_markers(text)
     if not has_markers(text):
         return prompt_row([{"role": "user", "content": text.strip()}], field), ""
     parts = split_last_answer(text)
@@ -48,7 +50,8 @@ def read_prompt(record: Mapping[str, Any], name: str) -> tuple[Row, str]:
         turns = read_turns(record[name], name)
         return prompt_row(with_system(system, turns), name), ""
     answer = first(record, ANSWERS)
-    text = prompt_of_answer(text_of(record[name], name), None if answer is None else record[answer])
+    text = unix_markers(text_of(record[name], name))
+    text = prompt_of_answer(text, None if answer is None else record[answer])
     if system and not has_markers(text):
         return prompt_row(with_system(system, [{"role": "user", "content": text.strip()}]), name), ""
     return text_prompt(text, name)
@@ -61,8 +64,8 @@ def with_system(system: Any, turns: list[Turn]) -> list[Turn]:
 
 def answer_text(value: Any, field: str) -> str:
     """An answer that is text, with or without its marker, one turn, or a list that ends in an assistant turn."""
-    if isinstance(value, str) and value.lstrip().startswith("{") and is_turn_text(value):
-        value = json.loads(value)
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = turn_in_text(value)
     if isinstance(value, Mapping):
         turn = read_turn(value, field)
         if turn["role"] != "assistant":
@@ -73,12 +76,13 @@ def answer_text(value: Any, field: str) -> str:
     return text_of(value, field).strip().removeprefix("Assistant:").lstrip()
 
 
-def is_turn_text(value: str) -> bool:
+def turn_in_text(value: str) -> Any:
+    """The turn whose JSON text `value` is, else `value`."""
     try:
-        turn = json.loads(value)
-    except json.JSONDecodeError:
-        return False
-    return isinstance(turn, dict) and ("role" in turn or "from" in turn) and ("content" in turn or "value" in turn)
+        turn = parse_json(value)
+    except ValueError:
+        return value
+    return turn if is_turn(turn) else value
 
 
 def filled(text: str, field: str) -> str:
@@ -126,7 +130,7 @@ def add_margin(record: Mapping[str, Any], rows: list[Row], used: set[str]) -> No
         if first in record and (second is None or second in record):
             margin = number(record[first], first)
             if second is not None:
-                margin -= number(record[second], second)
+                margin = number(margin - number(record[second], second), first)
             for row in rows:
                 row["margin"] = margin
             used.update({first, second} - {None})
@@ -146,10 +150,10 @@ def number(value: Any, field: str) -> float:
         value = words.get(value.strip().lower(), value)
     try:
         number = float(value)
-    except (TypeError, ValueError) as error:
-        raise RowError("not a number", field, repr(value)) from error
-    if number != number:
-        raise RowError("not a number", field, "NaN")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RowError("not a number", field, f"{value!r:.60}") from error
+    if not abs(number) <= LARGEST:
+        raise RowError("not a number", field, f"{number} is no float of 32 bits")
     return number
 
 

@@ -31,6 +31,7 @@ MALFORMED = frozenset(
         "missing column",
         "missing text",
         "not text",
+        "nested too deep",
         "not valid Unicode",
         "not a list of turns",
         "not a turn",

@@ -31,7 +31,7 @@ from typing import Any
 
 from data.foreign import READERS as FOREIGN
 from data.foreign import read_foreign, recognise_foreign
-from data.markers import ASSISTANT, Turn, has_markers, parse_dialogue, split_last_answer
+from data.markers import ASSISTANT, Turn, has_markers, parse_dialogue, split_last_answer, unix_markers
 from data.parts import (
     ANSWERS,
     PROMPTS,
@@ -76,7 +76,10 @@ def normalise(record: Mapping[str, Any], shape: str | None = None) -> tuple[str,
             used, rows = _read(record, shape)
         except KeyError as error:
             raise RowError("missing column", str(error.args[0]), f"shape {shape} needs it") from error
-    extra = {key: value for key, value in record.items() if key not in used and is_plain(value)}
+    try:
+        extra = {key: value for key, value in record.items() if key not in used and is_plain(value)}
+    except RecursionError as error:
+        raise RowError("nested too deep", "columns", ", ".join(record)) from error
     for row in rows:
         if extra:
             row["extra"] = extra
@@ -108,7 +111,7 @@ def recognise(record: Mapping[str, Any]) -> str:
         return "instruction"
     if prompt is not None and answer is not None:
         return "question-answer" if prompt == "question" else "prompt-response"
-    if isinstance(record.get("text"), str) and has_markers(record["text"]):
+    if isinstance(record.get("text"), str) and has_markers(unix_markers(record["text"])):
         return "dialogue-text"
     if prompt is not None:
         return "prompt"
@@ -190,7 +193,7 @@ def _dialogue_pair(record: Mapping[str, Any]) -> tuple[set[str], list[Row]]:
 
 def _dialogue_text_of(value: Any, field: str) -> tuple[Row, str]:
     """(row with the prompt, answer) of a whole dialogue in marker form."""
-    parts = split_last_answer(text_of(value, field))
+    parts = split_last_answer(unix_markers(text_of(value, field)))
     if parts is None:
         raise RowError("no assistant marker", field, f"a whole dialogue needs {ASSISTANT.strip()!r} after a blank line")
     return text_prompt(parts[0], field)[0], filled(parts[1].strip(), field)

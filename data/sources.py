@@ -72,7 +72,7 @@ def parse_source(text: SourceLike) -> Source:
     if isinstance(text, Source):
         return text
     text = os.fspath(text)
-    if Path(text).exists():
+    if os.path.exists(text):
         return Source(text)
     name, _, query = text.partition("?")
     options: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True))
@@ -81,12 +81,12 @@ def parse_source(text: SourceLike) -> Source:
             raise ValueError(f"source {text!r}: unknown option {option!r}: the options are {', '.join(_OPTIONS)}")
     weight = 1.0
     head, colon, tail = name.rpartition(":")
-    if colon and head and not Path(name).exists() and _is_number(tail):
+    if colon and head and not os.path.exists(name) and _is_number(tail):
         name, weight = head, float(tail)
         if not 0 <= weight < float("inf"):
             raise ValueError(f"source {text!r}: weight {tail} must be a number of at least 0")
     limit = options.get("limit")
-    if limit is not None and not limit.isdigit():
+    if limit is not None and not limit.isdecimal():
         raise ValueError(f"source {text!r}: limit {limit!r} must be a number of rows")
     shape = options.get("shape")
     if shape is not None and shape not in SHAPES:
@@ -209,12 +209,12 @@ def open_source(text: SourceLike, streaming: bool = False) -> Opened:
         FileNotFoundError: a path with nothing there. ValueError: a folder or hub set without data.
     """
     source = parse_source(text)
-    path = SAMPLE if source.name == "sample" else Path(source.name).expanduser()
-    if path.is_file():
+    path = SAMPLE if source.name == "sample" else Path(os.path.expanduser(source.name))
+    if os.path.isfile(path):
         if file_kind(path) is None:
             next(iter(read_file(path)))  # raises, naming the kinds
         return Opened(source, Records([path], limit=source.limit), None)
-    if path.is_dir():
+    if os.path.isdir(path):
         return _open_folder(source, path)
     if _looks_like_path(source.name):
         raise FileNotFoundError(f"no data at {source.name}: give a file, a folder, or a hub name like owner/name")

@@ -64,7 +64,9 @@ class StoreWriter:
             np.array([item.facts for item in items], dtype=FACTS).tofile(self._files["facts.rec"])
             self.kinds.update(KINDS[item.facts[0]] for item in items)
         if self.stage == "ppo":
-            lines = [json.dumps(item.row, ensure_ascii=False).encode() + b"\n" for item in items]
+            lines = [
+                json.dumps(item.row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n" for item in items
+            ]
             ends = self._row_bytes + np.cumsum([len(line) for line in lines])
             self._row_bytes = int(ends[-1])
             self._files["rows.jsonl"].writelines(lines)

@@ -47,7 +47,7 @@ def text_of(value: Any, field: str) -> str:
             except UnicodeEncodeError as error:
                 raise RowError("not valid Unicode", field, f"a lone surrogate at character {error.start}") from error
         return value
-    if value is None:
+    if value is None or value != value:  # NaN is how a table of numbers writes that a text is missing
         raise RowError("missing text", field)
     if isinstance(value, bool | int | float):
         return str(value)
@@ -59,11 +59,25 @@ def text_of(value: Any, field: str) -> str:
 def _part_text(part: str | Mapping[str, Any], field: str) -> str:
     if isinstance(part, str):
         return text_of(part, field)
-    kind = part.get("type", "text")
-    if kind == "text" and "text" in part:
+    kind = part.get("type") or "text"
+    if kind == "text" and part.get("text") is not None:
         return text_of(part["text"], field)
     refused = "image turn" if "image" in str(kind) else "turn that is not text"
     raise RowError(refused, field, f"a part of type {kind}")
+
+
+def parse_json(text: str) -> Any:
+    """JSON text, as it stands in a table's cell.
+
+    Raises:
+        ValueError: it is none, is nested too deep, or has a number of thousands of digits.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON at character {error.pos}") from error
 
 
 def read_list(value: Any, field: str) -> list[Any]:
@@ -74,9 +88,9 @@ def read_list(value: Any, field: str) -> list[Any]:
     """
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise RowError("not a list of turns", field, f"no JSON at character {error.pos}") from error
+            value = parse_json(value)
+        except ValueError as error:
+            raise RowError("not a list of turns", field, str(error)) from error
     if not isinstance(value, Sequence):
         raise RowError("not a list of turns", field, f"a {type(value).__name__}")
     return list(value)
@@ -92,7 +106,8 @@ def read_turn(message: Any, field: str) -> Turn:
     """
     if not isinstance(message, Mapping):
         raise RowError("not a turn", field, f"a {type(message).__name__} in place of role and content")
-    name = message.get("role", message.get("from"))
+    # a table of rows in both styles has all four fields in each, empty where a row has none
+    name = message.get("role") if message.get("role") is not None else message.get("from")
     if name is None:
         raise RowError("turn without a role", field, f"its fields are {', '.join(map(str, message))}")
     key = str(name).strip().lower()
@@ -117,15 +132,24 @@ def read_turns(value: Any, field: str) -> list[Turn]:
     return [read_turn(message, f"{field}[{number}]") for number, message in enumerate(read_list(value, field))]
 
 
+def is_turn(value: Any) -> bool:
+    """True for a message of a known role, which tells a turn in JSON text from other JSON."""
+    if not isinstance(value, Mapping) or not ("content" in value or "value" in value):
+        return False
+    name = value.get("role") if value.get("role") is not None else value.get("from")
+    return isinstance(name, str) and name.strip().lower() in (*ROLES, *TOOL_ROLES)
+
+
 def is_turns(value: Any) -> bool:
-    """True for a non-empty list of messages, or the JSON text of one."""
+    """True for a non-empty list of messages, or the JSON text of one, whose roles are known: other JSON is text."""
     if isinstance(value, str):
         if not value.lstrip().startswith("[{"):
             return False
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError:
+            value = parse_json(value)
+        except ValueError:
             return False
+        return bool(value) and all(map(is_turn, value))
     return (
         isinstance(value, Sequence)
         and len(value) > 0

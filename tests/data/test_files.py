@@ -131,6 +131,55 @@ def test_damaged_files_are_named(tmp_path, name):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("line", [f'{{"prompt": {"1" * 5000}}}', "[" * 100_000], ids=["digits", "nested"])
+def test_json_that_python_refuses_is_a_bad_record_or_names_the_file(tmp_path, line):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(ROWS[0])}\n{line}\n{json.dumps(ROWS[0])}\n")
+    rows, report = load_rows(path)
+    assert len(rows) == 2 and report["rows_dropped"] == {"not JSON": 1}
+    assert "rows.jsonl row 2" in report["first_dropped"]["not JSON"]
+    path = tmp_path / "rows.json"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=f"^{path}"):
+        load_rows(path)
+
+
+def test_a_table_by_columns_is_rows(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text('{"prompt": ["a", "b"], "response": ["c", "d"]}')
+    assert list(read_file(path)) == [{"prompt": "a", "response": "c"}, {"prompt": "b", "response": "d"}]
+
+
+def test_empty_cells_of_a_table_are_no_columns(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,response,chosen,rejected,label\na,b,,,1\na,,c,d,\n")
+    rows, report = load_rows(path)
+    assert report["shape"] == {"prompt-response": 1, "prompt-pair": 1}
+    assert rows[0]["score"] == 1 and (rows[1]["chosen"], rows[1]["rejected"]) == ("c", "d")
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
+def test_text_that_is_no_utf8_in_one_row_costs_that_row(tmp_path, name):
+    path = tmp_path / name
+    texts = pyarrow.array([b"a", b"\xff\xfe", b"c"], pyarrow.binary())
+    table = pyarrow.table({"prompt": texts.view(pyarrow.string()), "response": ["x", "y", "z"]})
+    if name == "rows.parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    rows, report = load_rows(path)
+    assert [row["response"] for row in rows] == ["x", "z"]
+    assert report["rows_dropped"] == {"not UTF-8": 1}
+
+
+def test_when_no_row_is_usable_the_first_says_why(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt;response\na;b\n")
+    with pytest.raises(ValueError, match=r"rows.csv row 1: unknown shape, field columns: prompt;response"):
+        load_rows(path, max_bad_rows=1.0)
+
+
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.jsonl.gz"])
 def test_empty_file_is_one_clear_line(tmp_path, name):
     path = tmp_path / name

@@ -7,6 +7,7 @@ import pytest
 
 from data import load_rows
 from data.shapes import normalise
+from data.turns import RowError
 
 ASK = "\n\nHuman: {}\n\nAssistant:".format
 
@@ -135,6 +136,26 @@ def test_answers_that_are_not_there():
     ]:
         with pytest.raises(ValueError, match="empty answer"):
             normalise(record, shape)
+
+
+@pytest.mark.parametrize(
+    ("field", "shape", "record"),
+    [
+        ("score_0", None, {"question": "q", "answer_0": "a", "answer_1": "b", "score_0": "x", "score_1": 1}),
+        ("score_1", None, {"question": "q", "answer_0": "a", "answer_1": "b", "score_0": 0, "score_1": float("nan")}),
+        ("labels", None, {"history": "q", "human_ref_A": "a", "human_ref_B": "b", "labels": "A"}),
+        ("positive_passages", None, {"query": "q", "positive_passages": 5, "negative_passages": []}),
+        ("human_answers", None, {"question": "q", "human_answers": {"a": 1}, "chatgpt_answers": []}),
+        ("questions", None, {"questions": 5, "paragraph": "p"}),
+        ("queries", "mkqa-ja", {"queries": "q", "answers": {"ja": [{"text": "a"}]}}),
+        ("answers", "mkqa-ja", {"queries": {"ja": "q"}, "answers": ["a"]}),
+        ("ja", "mkqa-ja", {"queries": {"ja": "q"}, "answers": {"ja": 7}}),
+    ],
+)
+def test_a_field_of_another_kind_is_named(field, shape, record):
+    with pytest.raises(RowError) as error:
+        normalise(record, shape)
+    assert error.value.field == field
 
 
 def test_jsonfile_of_older_scripts(tmp_path, monkeypatch):

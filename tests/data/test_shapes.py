@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -158,9 +159,41 @@ def test_marker_text_inside_a_turn_stays_in_its_turn():
     assert rows[0]["messages"] == [{"role": "user", "content": inner}]
 
 
+def test_markers_behind_windows_lines_are_markers():
+    windows = {side: f"\r\n\r\nHuman: a\r\nb\r\n\r\nAssistant: {side}" for side in ("chosen", "rejected")}
+    _, [row] = normalise(windows)
+    assert row == {"prompt": "\n\nHuman: a\r\nb\n\nAssistant:", "chosen": "chosen", "rejected": "rejected"}
+    _, [row] = normalise({"prompt": "\r\n\r\nHuman: a\r\n\r\nAssistant:", "response": "yes"})
+    assert row == {"prompt": "\n\nHuman: a\n\nAssistant:", "response": "yes"}
+
+
+def test_turns_of_both_styles_in_one_table():
+    """A parquet file gives every turn the fields of all of them, empty where a row has none."""
+    empty = {"role": None, "content": None, "from": None, "value": None}
+    messages = [{**empty, "from": "human", "value": "hi"}, {**empty, "role": "assistant", "content": "yes"}]
+    _, [row] = normalise({"messages": messages})
+    assert row["messages"] == [USER] and row["response"] == "yes"
+    part = {"type": None, "text": "hi", "image_url": None}
+    assert normalise({"messages": [{"role": "user", "content": [part]}, YES]})[1][0]["messages"] == [USER]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ['{"from": "Paris", "value": 3}', '[{"from": "a", "to": "b"}]', '[{"role": "captain", "content": "x"}]', "[{" * 9]
+    + ['{"a":' * 100_000, f"[{{{'1' * 5000}"],
+)
+def test_an_answer_in_json_is_an_answer(answer):
+    assert normalise({"prompt": "hi", "response": answer})[1][0]["response"] == answer
+    assert normalise({"prompt": "hi", "chosen": answer, "rejected": "no"})[1][0]["chosen"] == answer
+
+
 def test_untrained_messages():
     _, rows = normalise({"messages": [USER, {**YES, "weight": 0}, USER, {**NO, "weight": 1}]})
     assert [turn.get("train", True) for turn in rows[0]["messages"]] == [True, False, True]
+
+
+def nest(inner, _):
+    return {"a": inner}
 
 
 @pytest.mark.parametrize(
@@ -192,6 +225,13 @@ def test_untrained_messages():
         ("not valid Unicode", "response", {"prompt": "hi", "response": "a\ud800"}),
         ("not a number", "label", {"prompt": "hi", "response": "yes", "label": "good"}),
         ("not a number", "reward", {"prompt": "hi", "response": "yes", "reward": float("nan")}),
+        ("not a number", "reward", {"prompt": "hi", "response": "yes", "reward": float("inf")}),
+        ("not a number", "reward", {"prompt": "hi", "response": "yes", "reward": 10**400}),
+        ("not a number", "margin", {"prompt": "hi", "chosen": "yes", "rejected": "no", "margin": "1e39"}),
+        ("missing text", "response", {"prompt": "hi", "response": float("nan")}),
+        ("not a list of turns", "messages", {"messages": "[" * 100_000}),
+        ("not a list of turns", "messages", {"messages": f"[{'1' * 5000}]"}),
+        ("nested too deep", "columns", {"prompt": "hi", "response": "yes", "meta": functools.reduce(nest, range(900))}),
         ("answer of another role", "chosen", {"prompt": "hi", "chosen": USER, "rejected": NO}),
     ],
 )

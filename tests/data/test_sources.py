@@ -112,10 +112,12 @@ def test_missing_path(name):
 
 def test_hub_set_out_of_reach_is_one_line(monkeypatch):
     def offline(*args, **kwargs):
-        raise ConnectionError("Couldn't reach the hub\nlong trace")
+        raise ConnectionError("Couldn't reach the hub\n  Pick one of its subsets: a, b")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(ValueError, match=r"no data at owner/name: it is no local path.*Couldn't reach the hub\)$"):
+    with pytest.raises(
+        ValueError, match=r"no data at owner/name: it is no local path.*the hub Pick one of its subsets: a, b\)$"
+    ):
         load_rows("owner/name")
 
 
