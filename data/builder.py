@@ -18,7 +18,7 @@ from data.sources import Opened, Records
 from data.splits import Ratios, hold_out, repeats, split_rows
 from data.store import Item, StoreWriter
 
-CACHE_VERSION = 5
+CACHE_VERSION = 6
 BATCH_RECORDS = 2048
 
 

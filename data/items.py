@@ -30,6 +30,7 @@ PPO drops by default: half a question is another question.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,9 @@ STAGES = ("sft", "reward", "ppo")
 TRUNCATIONS = ("drop", "left", "right")
 SINGLE_ANSWERS = ("auto", "pair", "label", "score")
 PROMPT_SHARE = 4
+_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\uff00-\uff9f\U00020000-\U0003ffff"
+_WORD = re.compile(rf"(?:^|(?<=\s))\S|[{_UNSPACED}]")
+"""Where a text may be cut: before a word, and before any letter of Chinese, Japanese, Thai, Lao, Khmer or Burmese."""
 DEFAULT_TRUNCATION = {"sft": "right", "reward": "left", "ppo": "drop"}
 
 
@@ -239,29 +243,34 @@ class _Maker:
 def shrink(prompt: list[Turn], accept: Callable[[list[Turn]], Any]) -> Any:
     """What `accept` gives for the longest ending of `prompt` that it accepts (does not answer with None).
 
-    The oldest turns go first, whole, the system turn stays; then the beginning of the last question, by words. None
-    when nothing that holds a word of the last question is accepted.
+    The oldest turns go first, whole, the system turn stays; then the beginning of the last question, by words, or by
+    letters where a script has no spaces. None when nothing that holds a word of the last question is accepted.
     """
     head = prompt[:1] if prompt and prompt[0]["role"] == "system" else []
     turns = prompt[len(head) :]
     if not turns:
         return None
     begins = [k for k, turn in enumerate(turns) if turn["role"] == "user"] or [0]
-    for start in begins:
-        found = accept(head + turns[start:])
-        if found is not None:
-            return found
+    found = _longest(lambda start: accept(head + turns[start:]), begins)
+    if found is not None:
+        return found
     question, rest = turns[begins[-1]], turns[begins[-1] + 1 :]
-    words = [0, *(k + 1 for k, letter in enumerate(question["content"]) if letter.isspace())]
-    low, high, best = 0, len(words) - 1, None
-    while low <= high:
-        middle = (low + high) // 2
-        content = question["content"][words[middle] :].strip()
-        found = accept([*head, {**question, "content": content}, *rest]) if content else None
-        if found is None and content:
-            low = middle + 1
+    text = question["content"]
+    words = [match.start() for match in _WORD.finditer(text)]
+    return _longest(lambda start: accept([*head, {**question, "content": text[start:].strip()}, *rest]), words)
+
+
+def _longest(accept: Callable[[int], Any], starts: Sequence[int]) -> Any:
+    """What `accept` gives for the first of `starts` that it accepts, when it accepts all behind one that it accepts;
+    None when it accepts none. Searched from the end, so that the cost is that of what is kept."""
+    best, taken, refused, step = None, len(starts), -1, 1  # starts[refused] is refused, starts[taken] accepted
+    while taken - refused > 1:
+        place = max(taken - step, 0) if refused < 0 else (taken + refused) // 2
+        found = accept(starts[place])
+        if found is None:
+            refused = place
         else:
-            best, high = found or best, middle - 1
+            best, taken, step = found, place, 2 * step
     return best
 
 

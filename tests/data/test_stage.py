@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import random
 
 import pytest
 import torch
 
 from data import chat, collate_sft, load_stage_data
+from data.items import shrink
 from data.report import OTHER_STAGES
 from tests.data.kit import CHATML, build, byte_level_fast, sentencepiece_fast
 
@@ -247,6 +249,38 @@ class TestLengths:
         parts = load("sft", rows, data_split="1,0,0", eval_fraction=0.0, max_seq_len=60, truncation="left")
         text = build("byte-level").decode(parts.train[0]["input_ids"])
         assert text == "be kind\n\nHuman: two?\n\nAssistant: two</s>"
+
+    @pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+    def test_left_cuts_a_script_without_spaces_before_any_letter(self, load, stage):
+        """The byte-level tokenizer gives a token for each of a letter's three bytes."""
+        question = "".join(chr(0x4E00 + k) for k in range(100))
+        row = {"prompt": question, "chosen": "yes", "rejected": "no"}
+        split = {"sft": "1,0,0", "reward": "0,1,0", "ppo": "0,0,1"}[stage]
+        limits = {"max_seq_len": 200, "max_prompt_len": 200, "truncation": "left"}
+        [item] = load(stage, [row], data_split=split, eval_fraction=0.0, **limits).train
+        tokenizer = build("byte-level")
+        (ids,) = (item[name] for name in ("input_ids", "chosen_ids", "prompt_ids") if name in item)
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        kept = text.removeprefix("\n\nHuman: ").split("\n\n")[0]
+        assert question.endswith(kept) and 198 <= len(ids) <= 200
+
+    @pytest.mark.parametrize("n", [1, 2, 3, 7, 40])
+    def test_left_keeps_the_longest_ending_that_fits(self, n):
+        turns = [{"role": ("user", "assistant")[k % 2], "content": f"w{k}"} for k in range(2 * n + 1)]
+        for fits in range(2 * n + 2):
+            tried = []
+
+            def accept(some, fits=fits, tried=tried):
+                tried.append(some)
+                return some if len(some) <= fits else None
+
+            expected = turns[len(turns) - fits + (1 - fits % 2) :] if fits else None
+            assert shrink(turns, accept) == expected
+            assert len(tried) <= 2 * math.log2(2 * n + 1) + 4
+        words = [{"role": "user", "content": " ".join(f"w{k}" for k in range(n))}]
+        for fits in range(1, n + 1):
+            found = shrink(words, lambda some, fits=fits: some if len(some[0]["content"].split()) <= fits else None)
+            assert found[0]["content"].split() == words[0]["content"].split()[n - fits :]
 
     def test_left_keeps_answers_whole_but_for_one_too_long_by_itself(self, load):
         tokenizer = build("byte-level")
