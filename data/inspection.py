@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ from data.store import Item
 
 BAR = 40
 MOST_TOKENS_OF_A_LETTER = 4
+MOST_TOKENS_SHOWN = 2000
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass
@@ -103,7 +106,12 @@ def inspect_data(
 
 def _pieces(tokenizer: Any, item: Item) -> list[list[tuple[str, bool]]]:
     trained = item.trained or []
-    return [token_texts(tokenizer, ids, trained or [False] * len(ids)) for ids in item.sequences]
+    shown = []
+    for ids in item.sequences:
+        pieces = token_texts(tokenizer, ids[:MOST_TOKENS_SHOWN], (trained or [False] * len(ids))[:MOST_TOKENS_SHOWN])
+        rest = len(ids) - MOST_TOKENS_SHOWN
+        shown.append([*pieces, (f" ... and {rest} more tokens", False)] if rest > 0 else pieces)
+    return shown
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, bool]]:
@@ -147,18 +155,20 @@ def print_inspection(found: Inspection, console: Any) -> None:
     from rich.text import Text
 
     for source in found.sources:
-        table = Table(title=source.name, show_header=False, title_justify="left")
-        table.add_row("files", ", ".join(source.files) or "a data set")
+        # names, columns and examples are anybody's text, in which brackets are no markup
+        table = Table(title=Text(visible(source.name)), show_header=False, title_justify="left")
+        table.add_row("files", Text(visible(", ".join(source.files) or "a data set")))
         if source.files_unused:
-            table.add_row("files not read", ", ".join(source.files_unused))
+            table.add_row("files not read", Text(visible(", ".join(source.files_unused))))
         shapes = [
             f"{shape}: {count} rows ({source.shape_reasons[shape]})" for shape, count in source.shapes.most_common()
         ]
-        table.add_row("shape", "\n".join(shapes) or "none recognised")
+        table.add_row("shape", Text(visible("\n".join(shapes) or "none recognised")))
         used = source.rows_train + source.rows_eval
         table.add_row("rows", f"{source.rows_read} read = {used} used + {source.rows_read - used} dropped")
         for reason, count in source.rows_dropped.most_common():
-            table.add_row(f"dropped: {reason}", f"{count}   first: {source.first_dropped.get(reason, '')}")
+            first = visible(source.first_dropped.get(reason, ""))
+            table.add_row(f"dropped: {reason}", Text(f"{count}   first: {first}"))
         for side, count in source.rows_cut.items():
             table.add_row(f"cut to fit, {side}", str(count))
         console.print(table)
@@ -173,10 +183,15 @@ def print_inspection(found: Inspection, console: Any) -> None:
         for side, pieces in zip(("chosen", "rejected") if len(sequences) == 2 else ("",), sequences, strict=True):
             text = Text(f"example {number} {side}".rstrip() + "\n", style="bold")
             for piece, own in pieces:
-                text.append(piece, style="green" if own else "dim")
+                text.append(visible(piece), style="green" if own else "dim")
             console.print(text)
     if any(own for sequences in found.examples for pieces in sequences for _, own in pieces):
         console.print(Text("green: trained", style="green"), Text("dim: not trained", style="dim"))
+
+
+def visible(text: str) -> str:
+    """`text` with the characters that steer a terminal, or turn its direction, written out."""
+    return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def byte_tokenizer() -> Any:

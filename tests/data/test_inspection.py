@@ -56,6 +56,32 @@ def test_printed(rows):
     assert "dropped: longer than 60 tokens" in text
 
 
+def test_anybodys_text_is_printed_as_it_is(tmp_path):
+    """Brackets are no markup, and what steers a terminal is written out."""
+    path = tmp_path / "rows[bold].jsonl"
+    row = {"[/red]": "x", "prompt": "[/b] [bold]q[/bold] \x1b[2J\u202e\r", "response": "[red]a[/x] \x07"}
+    path.write_text("\n".join(map(json.dumps, [row, {"foo[/z]": 1}, {"k\ud800": 1}])))
+    out = io.StringIO()
+    found = inspect_data("sft", build("byte-level"), path, bad_rows=BadRows(limit=1.0))
+    print_inspection(found, Console(file=out, width=400))
+    text = out.getvalue()
+    for part in ("rows[bold].jsonl", "has the columns [/red], prompt", "field columns: foo[/z]"):
+        assert part in text
+    for part in (r"[/b] [bold]q[/bold] \x1b[2J\u202e", r"[red]a[/x] \x07</s>"):
+        assert part in text
+    text.encode()
+    assert "\x1b" not in text and "\x07" not in text
+
+
+def test_a_very_long_example_is_not_shown_whole(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "response": "a" * 100_000}))
+    [[pieces]] = inspect_data("sft", byte_tokenizer(), path).examples
+    assert len(pieces) == 2001
+    whole = len("\n\nHuman: q\n\nAssistant: ") + 100_000 + 1
+    assert pieces[-1] == (f" ... and {whole - 2000} more tokens", False)
+
+
 @pytest.mark.parametrize("name", ["byte-level", "SentencePiece", "SentencePiece, metaspace first"])
 def test_token_texts_join_to_the_whole(name):
     tokenizer = build(name)
