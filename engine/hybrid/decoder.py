@@ -99,19 +99,22 @@ class Model:
 
     # -- running ---------------------------------------------------------------------------------------
 
-    def prompts(self, tokens: torch.Tensor, lengths: list[int], first: int, offset: int = 0) -> torch.Tensor:
+    def prompts(
+        self, tokens: torch.Tensor, lengths: list[int], first: int, offset: int = 0, whole: int = 0
+    ) -> torch.Tensor:
         """Read prompts into neighbouring slots.
 
         Args:
             tokens: `[sum(lengths)]`, the prompts one after another.
             first: the slot of the first one.
             offset: how many tokens of the (then single) prompt the workspace has already.
+            whole: how many it has in all, which some rotary frequencies depend on.
 
         Returns:
             logits `[prompts, vocabulary]` after each prompt's last token, fp32.
         """
         plan = Prompts(self.heads, lengths, first, offset, self.device)
-        return self._run(tokens, plan.positions, offset + max(lengths), plan, plan.last)
+        return self._run(tokens, plan.positions, whole or max(lengths), plan, plan.last)
 
     def step(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
         """One token further in the first `len(tokens)` slots.

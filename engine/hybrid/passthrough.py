@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from engine.adapters import plain_name
 from engine.hybrid.sampling import Sampling, choose, uniforms
-from engine.hybrid.scheduler import Answers, OnToken
+from engine.hybrid.scheduler import Answers, OnToken, check_finite
 from engine.hybrid.sources import Sources
 from engine.modes import evaluation_mode
 
@@ -79,6 +79,7 @@ def generate(
         )
         answers.tokens[rows, :limit], answers.logprobs[rows, :limit] = part.tokens, part.logprobs
         answers.lengths[rows] = part.lengths
+    check_finite(answers)
     return answers
 
 

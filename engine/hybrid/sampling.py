@@ -31,7 +31,7 @@ class Sampling:
     def check(self) -> None:
         """Raises ValueError, one line naming the value, for settings that mean nothing."""
         if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature} must be above 0: use do_sample=False for greedy")
+            raise ValueError(f"temperature={self.temperature} must be above 0: greedy is do_sample=False with 1.0")
         if self.top_k is not None and self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be 0 (no cut) or more")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -77,16 +77,15 @@ def choose(
     """
     if sampling.temperature != 1.0:
         logits.div_(sampling.temperature)
-    forbid = bool(sampling.stop) and too_early is not None
+    # an end token outside the vocabulary ends nothing, and there is nothing to forbid
+    stop = [token for token in sampling.stop if 0 <= token < logits.shape[-1]] if too_early is not None else []
     if not sampling.do_sample:
         total = logits.logsumexp(dim=-1)
-        scores = _forbid(logits.clone(), sampling.stop, too_early, -torch.inf) if forbid else logits
+        scores = _forbid(logits.clone(), stop, too_early) if stop else logits
         tokens = scores.argmax(dim=-1)
         return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1) - total
-    probabilities = torch.softmax(logits, dim=-1)
-    kept = probabilities
-    if forbid:
-        kept = _forbid(probabilities.clone(), sampling.stop, too_early, 0.0)
+    # forbidden before the softmax: after it, what is left may all have been rounded to 0
+    kept = probabilities = torch.softmax(_forbid(logits.clone(), stop, too_early) if stop else logits, dim=-1)
     if sampling.top_k and sampling.top_k < logits.shape[-1]:
         kth = kept.topk(sampling.top_k, dim=-1).values[:, -1:]
         kept = kept.masked_fill(kept < kth, 0.0)
@@ -97,6 +96,9 @@ def choose(
     # strictly below the total, so that the token found always has a probability above zero
     threshold = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(-1)
+    tokens.clamp_(max=logits.shape[-1] - 1)  # beyond it where logits are NaN, as the log-probability then is too
+    if stop:
+        return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(dim=-1)
     return tokens, probabilities.gather(-1, tokens[:, None]).squeeze(-1).log()
 
 
@@ -110,9 +112,9 @@ def _nucleus(kept: torch.Tensor, top_p: float) -> torch.Tensor:
     return kept.scatter(-1, order, ordered.masked_fill(cut, 0.0))
 
 
-def _forbid(scores: torch.Tensor, stop: tuple[int, ...], rows: torch.Tensor, value: float) -> torch.Tensor:
+def _forbid(scores: torch.Tensor, stop: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
     for token in stop:
-        scores[:, token].masked_fill_(rows, value)
+        scores[:, token].masked_fill_(rows, -torch.inf)
     return scores
 
 

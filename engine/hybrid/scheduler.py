@@ -71,6 +71,9 @@ def generate(
         prompt_of, keys, limits: for each request the prompt it continues, its sampling key and its longest answer.
         reserve: positions of one sequence that the workspace is sized for at least.
         on_token: called for each token of each request in order.
+
+    Raises:
+        FloatingPointError: logits were not finite.
     """
     run = _Run(model, prompts, prompt_of, keys, limits, sampling, on_token)
     width = max(len(prompts[p]) + limit for p, limit in zip(prompt_of, limits, strict=True))
@@ -82,7 +85,21 @@ def generate(
             run.admit(free)
         else:
             run.advance()
+    check_finite(run.answers, model)
     return run.answers
+
+
+def check_finite(answers: Answers, model: Model | None = None) -> None:
+    """Refuse answers that were chosen from logits with NaN or infinite numbers in them.
+
+    Raises:
+        FloatingPointError: there are such; the workspace, which may hold them too, is given back.
+    """
+    if not answers.logprobs.isnan().any():
+        return
+    if model is not None:
+        model.workspace.release()  # masked or not, a NaN in it would reach whoever comes into its slot
+    raise FloatingPointError("generate: logits are not finite, since weights are not or activations overflowed")
 
 
 class _Run:
@@ -165,7 +182,7 @@ class _Run:
     def _read_long(self, prompt: torch.Tensor, slot: int) -> torch.Tensor:
         for offset in range(0, len(prompt), PREFILL_TOKENS):
             part = prompt[offset : offset + PREFILL_TOKENS]
-            logits = self.model.prompts(part, [len(part)], slot, offset)
+            logits = self.model.prompts(part, [len(part)], slot, offset, len(prompt))
         return logits
 
     # -- going on --------------------------------------------------------------------------------------
