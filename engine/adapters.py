@@ -66,6 +66,46 @@ def active_factors(module: nn.Module) -> dict[str, list[Factors]]:
     return found
 
 
+def adapter_state(module: nn.Module) -> tuple:
+    """What besides parameters decides what adapted layers stand for: which adapters are on, and how strongly."""
+    return tuple(
+        (name, layer.disable_adapters, tuple((key, layer.scaling[key]) for key in _active(layer)))
+        for name, layer in adapted_layers(module)
+    )
+
+
+def check_adapters(module: nn.Module) -> None:
+    """Refuse adapters whose weights this module could not add up.
+
+    Raises:
+        ValueError: one line with the first layer that has such, and what it is.
+    """
+    for name, layer in module.named_modules():
+        kind = _foreign_kind(layer)
+        if kind is not None:
+            raise ValueError(
+                f"{plain_name(name)} has {kind}, which cannot be merged here: only LoRA's two factors on linear layers "
+                "can; a module that trains whole needs no wrapper, but requires_grad"
+            )
+
+
+def _foreign_kind(layer: nn.Module) -> str | None:
+    """What a layer has that peft put there and that is not plain LoRA on a linear layer."""
+    if isinstance(getattr(layer, "modules_to_save", None), nn.ModuleDict):
+        return "a copy of its own (modules_to_save)"
+    if not hasattr(layer, "adapter_layer_names") or not hasattr(layer, "base_layer"):
+        return None
+    if not hasattr(layer, "lora_A"):
+        return f"an adapter of another kind ({type(layer).__name__})"
+    if len(layer.lora_embedding_A):
+        return "LoRA on an embedding"
+    if len(getattr(layer, "lora_magnitude_vector", ())):
+        return "a variant of LoRA with magnitudes (use_dora)"
+    if any(factor.bias is not None for factor in layer.lora_B.values()):
+        return "LoRA with a bias (lora_bias)"
+    return None
+
+
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
     """Within, forward passes see the base weights alone."""

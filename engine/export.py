@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from engine import distributed
-from engine.adapters import PEFT_ROOT, merged_parameters, plain_name
+from engine.adapters import PEFT_ROOT, check_adapters, merged_parameters, plain_name
 
 ADAPTER_FOLDER = "adapter"
 
@@ -49,6 +49,7 @@ def save_pretrained(
     Floating-point tensors are written as `dtype`, tied ones once, each at its full size. `trained` are the names of
     the trained parameters, from which it follows whether there is an adapter to write; it is written in fp32.
     """
+    check_adapters(module)
     prefix, pretrained = find_pretrained(module)
     prefix = plain_name(prefix)
     main = distributed.is_main()

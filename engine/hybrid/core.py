@@ -7,6 +7,7 @@ import logging
 import torch
 from torch import nn
 
+from engine.adapters import check_adapters
 from engine.hybrid import passthrough, scheduler
 from engine.hybrid.decoder import Model
 from engine.hybrid.families import describe
@@ -27,6 +28,7 @@ class Core:
         self, module: nn.Module, dtype: torch.dtype, device: torch.device, tp_size: int = 1, layers_per_bucket: int = 8
     ):
         self.module, self.dtype, self.device = module, dtype, device
+        check_adapters(module)
         self.tp = TensorParallel(tp_size)
         self.sources = Sources(module)
         self.sources.refresh()
@@ -52,6 +54,7 @@ class Core:
         names = decoder.names
         head, embedding = f"{names.head}.weight", f"{names.embedding}.weight"
         tied = not self.sources.has(head) or self.sources.parameter(head) is self.sources.parameter(embedding)
+        tied = tied and not self.sources.is_adapted(head)
         self.swap = Swap(
             self.sources,
             lambda rank: plan_layout(decoder, self.sources.has, tied, rank % tp_size, tp_size),
@@ -59,10 +62,14 @@ class Core:
             layers_per_bucket,
         )
 
-    def sync(self, version: object) -> None:
-        """Lay the weights out again if `version` is not the one laid out. Collective."""
-        if version == self.version and (self.replica is not None or (self.model and self.model.has_weights)):
-            return
+    def is_current(self, version: object = None) -> bool:
+        """Whether the weights laid out are those of the module: nothing was written to it, adapters are as they were,
+        and the caller's `version` is the one given to `sync`."""
+        has_weights = self.replica is not None or (self.model is not None and self.model.has_weights)
+        return has_weights and self.version == (version, self.sources.state())
+
+    def sync(self, version: object = None) -> None:
+        """Lay the weights out. Collective."""
         self.release_weights()
         with torch.no_grad():
             if self.model is not None:
@@ -73,7 +80,7 @@ class Core:
                 self.replica = (
                     passthrough.gathered_copy(self.module, self.sources, self.dtype) if whole else self.module
                 )
-        self.version = version
+        self.version = version, self.sources.state()
 
     def release_weights(self) -> None:
         self.version = self.replica = None
@@ -99,9 +106,7 @@ class Core:
     ) -> Answers:
         """Answer requests that every rank of the tensor-parallel group knows: see `scheduler.generate`."""
         if self.model is None:
-            return passthrough.generate(
-                self.replica, prompts, prompt_of, keys, limits, sampling, on_token=on_token
-            )
+            return passthrough.generate(self.replica, prompts, prompt_of, keys, limits, sampling, on_token=on_token)
         return scheduler.generate(
             self.model, prompts, prompt_of, keys, limits, sampling, reserve=reserve, on_token=on_token
         )

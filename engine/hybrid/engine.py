@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from engine import distributed
 from engine.engine import Engine
 from engine.hybrid.core import Core
-from engine.hybrid.requests import (
-    GenerateOutput,
-    answer_limits,
-    assemble,
-    check_call,
-    longest_pair,
-    no_answers,
-    padding_id,
-    request_keys,
-    stop_ids,
-    unpad,
-)
-from engine.hybrid.sampling import Sampling
+from engine.hybrid.requests import Call, GenerateOutput, assemble, no_answers, read_call
 from engine.hybrid.scheduler import Answers
+from engine.peers import collective
 
 
 class HybridEngine(Engine):
@@ -48,6 +38,7 @@ class HybridEngine(Engine):
         """Bytes that this rank took from others in the last swap."""
         return self._core.swap.bytes_received if self._core.model is not None else 0
 
+    @collective
     def generate(
         self,
         input_ids: torch.Tensor,
@@ -88,43 +79,76 @@ class HybridEngine(Engine):
             ValueError: prompt + answer of some rank do not fit `max_out_tokens`, or a setting makes no sense.
         """
         core, settings = self._core, self.config.hybrid_engine
-        generation_config = getattr(self.module, "generation_config", None)
-        stop = stop_ids(core.config, generation_config, eos_token_id)
-        sampling = Sampling(do_sample, temperature, top_k or 0, top_p, min_new_tokens or 0, stop)
-        check_call(sampling, num_return_sequences)
-        prompts = unpad(input_ids, attention_mask)
-        limits = answer_limits(max_new_tokens, len(prompts))
-        # over all ranks, so that all of them raise where one has to
-        prompt, answer = longest_pair(prompts, limits)
-        needed = int(distributed.all_reduce_max([prompt + answer])[0])
-        prompt = int(distributed.all_reduce_max([prompt if prompt + answer == needed else 0])[0])
-        answer = needed - prompt
-        if needed > settings.max_out_tokens:
+        call, refusal = None, None
+        try:
+            call = read_call(
+                core.module,
+                core.config,
+                distributed.rank(),
+                input_ids,
+                attention_mask,
+                max_new_tokens=max_new_tokens,
+                do_sample=do_sample,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_new_tokens=min_new_tokens,
+                num_return_sequences=num_return_sequences,
+                eos_token_id=eos_token_id,
+                pad_token_id=pad_token_id,
+                seed=seed,
+            )
+        except ValueError as error:
+            refusal = str(error)
+        is_current = self._agree(call, refusal)
+        # whatever mode the caller is in: parameters that FSDP touches in inference mode could not train afterwards
+        with torch.inference_mode(False), torch.no_grad():
+            if not is_current:
+                core.sync(self.weights_version)
+            answers = self._pooled(call)
+            if settings.release_inference_cache:
+                self.release_inference_cache()
+            elif not settings.pin_parameters:
+                core.release_weights()
+            output = assemble(input_ids.to(self.device), answers, call.samples, call.sampling.stop, call.pad)
+        return output if return_dict_in_generate else output.sequences
+
+    def _agree(self, call: Call | None, refusal: str | None) -> bool:
+        """Whether all ranks have the current weights laid out.
+
+        Raises on all ranks where one has to, before any work: none may wait for one that has left.
+        """
+        core, limit = self._core, self.config.hybrid_engine.max_out_tokens
+        is_current = core.is_current(self.weights_version)
+        mine = refusal, call and call.longest, call and (call.sampling, call.samples), is_current
+        reports = distributed.gather_objects(mine)
+        for rank, (line, *_) in enumerate(reports):
+            if line is not None:
+                raise ValueError(line if rank == distributed.rank() else f"rank {rank}: {line}")
+        prompt, answer = max((pair for _, pair, _, _ in reports), key=sum)
+        if prompt + answer > limit:
             raise ValueError(
-                f"prompt ({prompt} tokens) + max_new_tokens ({answer}) = {needed} exceed "
-                f"hybrid_engine.max_out_tokens={settings.max_out_tokens}: raise it, or shorten one of them"
+                f"prompt ({prompt} tokens) + max_new_tokens ({answer}) = {prompt + answer} exceed "
+                f"hybrid_engine.max_out_tokens={limit}: raise it, or shorten one of them"
             )
         core.check_positions(prompt, answer)
-        keys = request_keys(seed, len(prompts), num_return_sequences, distributed.rank())
-        core.sync(self.weights_version)
-        answers = self._pooled(prompts, keys, num_return_sequences, limits, sampling)
-        if settings.release_inference_cache:
-            self.release_inference_cache()
-        elif not settings.pin_parameters:
-            core.release_weights()
-        pad = padding_id(core.config, generation_config, pad_token_id, stop)
-        output = assemble(input_ids.to(self.device), answers, num_return_sequences, stop, pad)
-        return output if return_dict_in_generate else output.sequences
+        for first in range(0, len(reports), core.tp.size):
+            group = [settings for _, _, settings, _ in reports[first : first + core.tp.size]]
+            for rank, settings in enumerate(group[1:], first + 1):
+                if settings != group[0]:
+                    raise ValueError(
+                        f"ranks {first} and {rank} generate together, and their settings differ: {group[0]}, {settings}"
+                    )
+        return all(current for *_, current in reports)
 
     def release_inference_cache(self) -> None:
         """Give the workspace and the inference weights back; the next `generate` makes them again."""
         self._core.release()
 
-    def _pooled(
-        self, prompts: list[torch.Tensor], keys: list[int], samples: int, limits: list[int], sampling: Sampling
-    ) -> Answers:
+    def _pooled(self, call: Call) -> Answers:
         """Answer the prompts of the whole tensor-parallel group together, and keep this rank's own."""
         tp = self._core.tp
+        prompts, keys, limits = call.prompts, call.keys, call.limits
         pool = tp.gather_objects(([prompt.tolist() for prompt in prompts], keys, limits)) if tp.size > 1 else None
         if pool is not None:
             prompts = [torch.tensor(ids, device=self.device) for part, _, _ in pool for ids in part]
@@ -134,12 +158,12 @@ class HybridEngine(Engine):
             prompts = [prompt.to(self.device) for prompt in prompts]
         if not prompts:
             return no_answers(self.device)
-        prompt_of = [i for i in range(len(prompts)) for _ in range(samples)]
+        whole = replace(call, prompts=prompts, keys=keys, limits=limits)
         reserve = self.config.hybrid_engine.max_out_tokens
-        each = [limits[i] for i in prompt_of]
-        answers = self._core.run(prompts, prompt_of, keys, each, sampling, reserve=reserve)
+        each = [limits[i] for i in whole.prompt_of]
+        answers = self._core.run(prompts, whole.prompt_of, keys, each, call.sampling, reserve=reserve)
         if pool is None:
             return answers
         start = sum(len(part) for _, part, _ in pool[: tp.rank])
-        mine = slice(start, start + len(pool[tp.rank][1]))
+        mine = slice(start, start + len(call.keys))
         return Answers(answers.tokens[mine], answers.logprobs[mine], answers.lengths[mine])

@@ -11,19 +11,7 @@ import torch
 from torch import nn
 
 from engine.hybrid.core import Core
-from engine.hybrid.requests import (
-    GenerateOutput,
-    answer_limits,
-    assemble,
-    check_call,
-    longest_pair,
-    no_answers,
-    padding_id,
-    request_keys,
-    stop_ids,
-    unpad,
-)
-from engine.hybrid.sampling import Sampling
+from engine.hybrid.requests import GenerateOutput, assemble, no_answers, read_call
 from engine.hybrid.scheduler import OnToken
 
 
@@ -58,22 +46,32 @@ class Generator:
     ) -> torch.Tensor | GenerateOutput:
         """As `HybridEngine.generate`, in this process alone; `on_token(row, token)` hears each token at once."""
         core = self.core
-        generation_config = getattr(core.module, "generation_config", None)
-        stop = stop_ids(core.config, generation_config, eos_token_id)
-        sampling = Sampling(do_sample, temperature, top_k or 0, top_p, min_new_tokens or 0, stop)
-        check_call(sampling, num_return_sequences)
-        prompts = unpad(input_ids, attention_mask)
-        limits = answer_limits(max_new_tokens, len(prompts))
-        keys = request_keys(seed, len(prompts), num_return_sequences, 0)
-        if prompts:
-            core.check_positions(*longest_pair(prompts, limits))
-            core.sync(tuple((p.data_ptr(), p._version) for p in core.module.parameters()))
-            prompt_of = [i for i in range(len(prompts)) for _ in range(num_return_sequences)]
-            answers = core.run(prompts, prompt_of, keys, [limits[i] for i in prompt_of], sampling, on_token=on_token)
+        call = read_call(
+            core.module,
+            core.config,
+            0,
+            input_ids,
+            attention_mask,
+            max_new_tokens=max_new_tokens,
+            do_sample=do_sample,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_new_tokens=min_new_tokens,
+            num_return_sequences=num_return_sequences,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            seed=seed,
+        )
+        if call.prompts:
+            core.check_positions(*call.longest)
+            if not core.is_current():
+                core.sync()
+            limits = [call.limits[i] for i in call.prompt_of]
+            answers = core.run(call.prompts, call.prompt_of, call.keys, limits, call.sampling, on_token=on_token)
         else:
             answers = no_answers(input_ids.device)
-        pad = padding_id(core.config, generation_config, pad_token_id, stop)
-        output = assemble(input_ids, answers, num_return_sequences, stop, pad)
+        output = assemble(input_ids, answers, call.samples, call.sampling.stop, call.pad)
         return output if return_dict_in_generate else output.sequences
 
     def release_inference_cache(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,6 +27,65 @@ class GenerateOutput:
     finished: torch.Tensor
 
 
+@dataclass
+class Call:
+    """One rank's call of `generate`, read and checked: `keys` and answers are prompt by prompt, sample by sample."""
+
+    prompts: list[torch.Tensor]
+    limits: list[int]
+    keys: list[int]
+    samples: int
+    sampling: Sampling
+    pad: int
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """(prompt, answer) lengths of the request that needs the most room; zeros when there is none."""
+        pairs = [(len(prompt), limit) for prompt, limit in zip(self.prompts, self.limits, strict=True)]
+        return max(pairs, key=sum, default=(0, 0))
+
+    @property
+    def prompt_of(self) -> list[int]:
+        """The prompt of each request."""
+        return [i for i in range(len(self.prompts)) for _ in range(self.samples)]
+
+
+def read_call(
+    module: torch.nn.Module,
+    config: Any,
+    replica: int,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    max_new_tokens: int | Sequence[int],
+    do_sample: bool,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_new_tokens: int | None,
+    num_return_sequences: int,
+    eos_token_id: int | Sequence[int] | None,
+    pad_token_id: int | None,
+    seed: int | Sequence[int] | None,
+) -> Call:
+    """`generate`'s arguments for `module`, which `config` describes; of transformers' settings None is no cut.
+
+    Raises:
+        ValueError: one line on what cannot be.
+    """
+    own = getattr(module, "generation_config", None)
+    stop = stop_ids(config, own, eos_token_id)
+    temperature, top_p = (1.0 if value is None else value for value in (temperature, top_p))
+    sampling = Sampling(do_sample, temperature, top_k or 0, top_p, min_new_tokens or 0, stop)
+    sampling.check()
+    if num_return_sequences < 1:
+        raise ValueError(f"num_return_sequences={num_return_sequences} must be at least 1")
+    prompts = unpad(input_ids, attention_mask, config.get_text_config().vocab_size)
+    limits = answer_limits(max_new_tokens, len(prompts))
+    keys = request_keys(seed, len(prompts), num_return_sequences, replica, sampling)
+    return Call(prompts, limits, keys, num_return_sequences, sampling, padding_id(config, own, pad_token_id, stop))
+
+
 def stop_ids(config, generation_config, eos_token_id) -> tuple[int, ...]:
     """The end tokens: the caller's, else the model's. An empty list means none."""
     if eos_token_id is None:
@@ -34,7 +94,13 @@ def stop_ids(config, generation_config, eos_token_id) -> tuple[int, ...]:
         eos_token_id = getattr(config, "eos_token_id", None)
     if eos_token_id is None:
         return ()
+    eos_token_id = plain(eos_token_id)
     return (eos_token_id,) if isinstance(eos_token_id, int) else tuple(int(t) for t in eos_token_id)
+
+
+def plain(numbers: Any) -> Any:
+    """Python's own number or list of numbers, whether they came in a tensor, in an array or as such."""
+    return numbers.tolist() if hasattr(numbers, "tolist") else numbers
 
 
 def padding_id(config, generation_config, pad_token_id: int | None, stop: tuple[int, ...]) -> int:
@@ -46,14 +112,17 @@ def padding_id(config, generation_config, pad_token_id: int | None, stop: tuple[
     return stop[0] if stop else 0
 
 
-def request_keys(seed: int | Sequence[int] | None, prompts: int, samples: int, replica: int) -> list[int]:
+def request_keys(
+    seed: int | Sequence[int] | None, prompts: int, samples: int, replica: int, sampling: Sampling
+) -> list[int]:
     """A sampling key for each of `prompts * samples` requests.
 
     One seed for the call is mixed with the rank and the row, so that rows and replicas differ; a seed for
     each prompt is used as it is, so that a prompt's answer depends on nothing else.
     """
-    if seed is None:
-        seed = int(torch.randint(1 << 62, (1,)))
+    seed = plain(seed)
+    if seed is None:  # greedy answers leave torch's generator as it is
+        seed = int(torch.randint(1 << 62, (1,))) if sampling.do_sample else 0
     if isinstance(seed, int):
         return [mix(seed, replica, row, sample) for row in range(prompts) for sample in range(samples)]
     if len(seed) != prompts:
@@ -61,11 +130,11 @@ def request_keys(seed: int | Sequence[int] | None, prompts: int, samples: int, r
     return [mix(int(s), sample) for s in seed for sample in range(samples)]
 
 
-def unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:
+def unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, vocabulary: int) -> list[torch.Tensor]:
     """The real tokens of each row.
 
     Raises:
-        ValueError: the mask has another shape, or a row has no token.
+        ValueError: the mask has another shape, a row has no token, or a token is not of the vocabulary.
     """
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must be [batch, length], not {list(input_ids.shape)}")
@@ -79,7 +148,11 @@ def unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[
     lengths = mask.sum(dim=1).tolist()
     if 0 in lengths:
         raise ValueError(f"row {lengths.index(0)} of attention_mask has no token: a prompt needs at least one")
-    return list(input_ids[mask].long().split(lengths))
+    tokens = input_ids[mask].long()
+    unknown = tokens[(tokens < 0) | (tokens >= vocabulary)]
+    if len(unknown):
+        raise ValueError(f"input_ids has token {int(unknown[0])}, and the model's vocabulary ends at {vocabulary - 1}")
+    return list(tokens.split(lengths))
 
 
 def assemble(
@@ -97,7 +170,9 @@ def assemble(
         for token in stop:
             finished |= final == token
     prompts = input_ids.repeat_interleave(samples, dim=0)
-    return GenerateOutput(torch.cat((prompts, tokens.to(prompts.dtype)), dim=1), logprobs, answers.lengths, finished)
+    sequences = torch.cat((prompts, tokens.to(prompts.dtype)), dim=1)
+    # the answers were made in inference mode, which autograd would hold against the caller
+    return GenerateOutput(sequences, logprobs, answers.lengths.clone(), finished)
 
 
 def no_answers(device: torch.device) -> Answers:
@@ -114,6 +189,7 @@ def answer_limits(max_new_tokens: int | Sequence[int], prompts: int) -> list[int
     Raises:
         ValueError: one is below 1, or there are not as many as prompts.
     """
+    max_new_tokens = plain(max_new_tokens)
     if isinstance(max_new_tokens, int):
         limits, least = [max_new_tokens] * prompts, max_new_tokens
     else:
@@ -126,15 +202,3 @@ def answer_limits(max_new_tokens: int | Sequence[int], prompts: int) -> list[int
             f"max_new_tokens has {len(limits)} entries for {prompts} prompts: give one number, or one a prompt"
         )
     return limits
-
-
-def longest_pair(prompts: list[torch.Tensor], limits: list[int]) -> tuple[int, int]:
-    """(prompt, answer) lengths of the request that needs the most room; zeros when there is none."""
-    pairs = [(len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)]
-    return max(pairs, key=sum, default=(0, 0))
-
-
-def check_call(sampling: Sampling, num_return_sequences: int) -> None:
-    sampling.check()
-    if num_return_sequences < 1:
-        raise ValueError(f"num_return_sequences={num_return_sequences} must be at least 1")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from engine.adapters import Factors, active_factors, plain_name
+from engine.adapters import Factors, active_factors, adapted_layers, adapter_state, plain_name
 from engine.sharding import to_shards
 
 
@@ -29,18 +29,32 @@ class Sources:
     def __init__(self, module: nn.Module):
         self.module = module
         self._sources: dict[str, _Source] = {}
+        self._at_rest: list[torch.Tensor] = []
 
     def refresh(self) -> None:
         """Look the parameters up again: sharding replaces them between training and rest. Collective."""
         to_shards(self.module)
         self._sources = {}
+        self._at_rest = list(self.module.parameters())
         adapters = active_factors(self.module)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if ".lora_" in name or "modules_to_save" in name:
+            if ".lora_" in name:
                 continue
             self._sources[plain_name(name)] = _Source(parameter, [], _row_owners(parameter))
         for name, pairs in adapters.items():
             self._sources[f"{name}.weight"].adapters.extend(pairs)
+
+    @torch.no_grad()  # with gradients, rows would be a new tensor whose count begins at 0
+    def state(self) -> tuple:
+        """Another one whenever weights were written to or adapters switched, in ways that torch keeps count of."""
+        # gathered ones stand in for sharded ones while they are in use
+        parameters = self._at_rest if self.is_sharded() else self.module.parameters()
+        counts = []
+        for parameter in parameters:
+            # what is written to a sharded tensor and to its rows is counted apart
+            rows = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            counts.append((rows.data_ptr(), rows._version, parameter._version))
+        return tuple(counts), adapter_state(self.module)
 
     def has(self, name: str) -> bool:
         return name in self._sources
@@ -58,6 +72,10 @@ class Sources:
 
     def is_sharded(self) -> bool:
         return any(source.owners is not None for source in self._sources.values())
+
+    def is_adapted(self, name: str) -> bool:
+        """Whether the weight has adapters, be they on or off."""
+        return any(plain_name(f"{layer}.weight") == name for layer, _ in adapted_layers(self.module))
 
     def adapter_factors(self, name: str) -> list[Factors]:
         return self._sources[name].adapters

@@ -64,6 +64,56 @@ def test_end_tokens_wait_for_the_minimum():
     assert tokens[:4].tolist() == [1, 0, 1, 0]
 
 
+def test_a_forbidden_end_token_may_hold_all_the_probability():
+    """At temperature 0.01 what is left would round to 0 beside it; it is drawn from all the same."""
+    logits = torch.tensor([9.0, 2.0, 1.99, 1.98])
+    sampling = Sampling(do_sample=True, temperature=0.01, stop=(0,), min_new_tokens=1)
+    tokens, logprobs = draw(sampling, torch.ones(DRAWS, dtype=torch.bool), logits)
+    weights = [math.exp(-x) for x in range(3)]
+    for token, weight in enumerate(weights, start=1):
+        assert abs((tokens == token).float().mean() - weight / sum(weights)) < 0.02
+    # of the whole distribution: (2.00 - 9) / 0.01 and so on, the sum over all tokens being the end token's
+    assert torch.allclose(logprobs, -700.0 - (tokens - 1), atol=1e-2)
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_end_tokens_outside_the_vocabulary_forbid_nothing(do_sample):
+    """-1 is no index from behind, and 8 no error: some configs name end tokens that the model has not."""
+    rows = torch.zeros(4, 8)
+    rows[:, 7] = 50.0
+    sampling = Sampling(do_sample, stop=(-1, 8), min_new_tokens=1)
+    tokens, _ = choose(rows, torch.full((4,), 0.5), sampling, torch.ones(4, dtype=torch.bool))
+    assert tokens.tolist() == [7] * 4
+
+
+@pytest.mark.parametrize("settings, keep", [({}, 97), ({"top_k": 6}, 6), ({"top_p": 0.6}, None)])
+def test_a_models_own_distribution(settings, keep):
+    """First tokens of 4000 samples against a forward pass's probabilities, cut by hand."""
+    model = tiny.build(tiny.llama())
+    ids = torch.tensor([[5, 17, 40]])
+    output = Generator(model).generate(
+        ids, max_new_tokens=1, do_sample=True, temperature=1.5, num_return_sequences=4000, seed=1, **settings
+    )
+    with torch.no_grad():
+        shares = (model(ids).logits[0, -1].double() / 1.5).softmax(-1)
+    order = shares.argsort(descending=True).tolist()
+    if keep is None:
+        keep = next(n for n in range(1, 98) if shares[order[:n]].sum() >= 0.6)
+    counts = torch.bincount(output[:, 3], minlength=97)
+    assert counts[order[keep:]].sum() == 0
+    expected = 4000 * shares[order[:keep]] / shares[order[:keep]].sum()
+    # tokens too rare for chi-square's approximation count as one
+    common = expected >= 8
+    seen = torch.cat([counts[order[:keep]][common], counts[order[:keep]][~common].sum()[None]])
+    expected = torch.cat([expected[common], expected[~common].sum()[None]])
+    seen, expected = seen[expected > 0], expected[expected > 0]
+    chi_square = float(((seen - expected) ** 2 / expected).sum())
+    freedom = len(expected) - 1
+    # the 99.9% quantile, by Wilson and Hilferty's cube
+    assert freedom > 2
+    assert chi_square < freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
 def test_a_zero_probability_is_never_drawn():
     logits = torch.full((3, 5), -torch.inf)
     logits[:, 2] = 0.0
@@ -104,6 +154,39 @@ def test_a_request_does_not_notice_its_batch():
     assert not torch.equal(one, generator.generate(ids, mask, seed=4, **settings))
     same = generator.generate(ids[:1].repeat(4, 1), seed=3, eos_token_id=[], **settings)
     assert len({tuple(row) for row in same.tolist()}) == 4
+
+
+def test_greedy_answers_leave_torchs_generator_alone():
+    generator = Generator(tiny.build(tiny.llama()))
+    before = torch.get_rng_state()
+    generator.generate(*tiny.batch(), max_new_tokens=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    first = generator.generate(*tiny.batch(), max_new_tokens=4, do_sample=True)
+    assert not torch.equal(generator.generate(*tiny.batch(), max_new_tokens=4, do_sample=True), first)
+    torch.set_rng_state(before)
+    assert torch.equal(generator.generate(*tiny.batch(), max_new_tokens=4, do_sample=True), first)
+
+
+def test_numbers_may_come_in_tensors_and_nones_from_transformers_configs():
+    generator = Generator(tiny.build(tiny.llama()))
+    settings = {"do_sample": True, "return_dict_in_generate": True}
+    first = generator.generate(*tiny.batch(), max_new_tokens=4, seed=3, eos_token_id=9, **settings)
+    again = generator.generate(
+        *tiny.batch(),
+        max_new_tokens=torch.tensor(4),
+        seed=torch.tensor(3).numpy()[()],
+        eos_token_id=torch.tensor(9),
+        temperature=None,
+        top_k=None,
+        top_p=None,
+        min_new_tokens=None,
+        **settings,
+    )
+    assert torch.equal(first.sequences, again.sequences)
+    # and what comes back takes part in training
+    weight = torch.ones(1, requires_grad=True)
+    (weight * again.logprobs * again.lengths[:, None]).sum().backward()
+    assert weight.grad.isfinite()
 
 
 def test_logprobs_are_the_forward_passes():

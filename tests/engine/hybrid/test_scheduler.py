@@ -124,6 +124,24 @@ def test_tokens_are_streamed_as_they_come():
         assert heard[row] == output.sequences[row, 9 : 9 + output.lengths[row]].tolist()
 
 
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "seed": 1}])
+@pytest.mark.parametrize("family", [tiny.llama(), tiny.NO_ADAPTER])
+def test_nan_weights_are_refused_and_leave_nothing_behind(family, settings):
+    """Masked or not, a NaN in the workspace would reach the next answers: 0 times NaN is NaN."""
+    model = tiny.build(family)
+    generator = Generator(model)
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    good = weight.detach().clone()
+    ids, mask = tiny.batch()
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="logits are not finite"):
+        generator.generate(ids, mask, max_new_tokens=20, eos_token_id=[], **settings)
+    with torch.no_grad():
+        weight.copy_(good)
+    assert torch.equal(generator.generate(ids, mask, max_new_tokens=6), tiny.reference(model, ids, mask, 6))
+
+
 def test_prompts_that_cannot_be_are_refused():
     generator = Generator(tiny.build(tiny.FAMILIES["gpt2"]))
     ids, mask = tiny.batch()
@@ -134,6 +152,14 @@ def test_prompts_that_cannot_be_are_refused():
     empty[2] = 0
     with pytest.raises(ValueError, match="row 2 of attention_mask has no token"):
         generator.generate(ids, empty, max_new_tokens=2)
+    for token in (-1, 97):
+        with pytest.raises(ValueError, match=f"has token {token}, and the model's vocabulary ends at 96"):
+            generator.generate(torch.tensor([[5, token]]), max_new_tokens=2)
+    hidden = ids.masked_fill(mask == 0, -100)  # what padding holds does not matter
+    assert torch.equal(
+        generator.generate(hidden, mask, max_new_tokens=2)[:, 9:],
+        generator.generate(ids, mask, max_new_tokens=2)[:, 9:],
+    )
     with pytest.raises(ValueError, match="does not match"):
         generator.generate(ids, mask[:, 1:], max_new_tokens=2)
     with pytest.raises(ValueError, match="max_new_tokens=0"):
