@@ -130,7 +130,7 @@ def load(engine: Any, folder: Path, tag: str | None) -> tuple[Path, dict]:
     engine.accumulation.load_state_dict(saved["accumulation"])
     if engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
-    if engine.optimizer is not None and saved["optimizer"] is not None:
+    if engine.optimizer is not None and saved["optimizer_groups"]:
         for group, values in zip(engine.optimizer.param_groups, saved["optimizer_groups"], strict=True):
             group.update({key: value for key, value in values.items() if key not in _NOT_SAVED})
         for name, parameter in engine.parameters.trainable:
@@ -175,9 +175,10 @@ def _place_in_window(engine: Any, path: Path, saved: dict[str, Any]) -> int:
 
 def _check_optimizer(engine: Any, path: Path, saved: dict[str, Any]) -> None:
     """Raise where this run's optimizer could not go on with the saved one's state."""
-    if engine.optimizer is None or saved["optimizer"] is None:
+    if engine.optimizer is None or not saved["optimizer_groups"]:
         return
-    kind, saved_kind = type(engine.optimizer).__name__, saved["optimizer"]
+    kind = type(engine.optimizer).__name__
+    saved_kind = saved.get("optimizer", kind)  # checkpoints written before it was saved do not tell
     if kind != saved_kind:
         raise ValueError(
             f"checkpoint {path} holds the state of {saved_kind}, and this run's optimizer is {kind}: resume it with "

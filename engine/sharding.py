@@ -103,7 +103,7 @@ class ShardedParameters:
         """Zeros for what no micro-batch before this one used: FSDP2 reduces the gradients of a unit in one type, and
         those that were added up are in fp32."""
         for unit in self._units():
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for group in _groups(unit):
                 trained = [inner for inner in group.fsdp_params if inner.sharded_param.requires_grad]
                 if any(inner.unsharded_accumulated_grad is not None for inner in trained):
                     for inner in trained:
@@ -166,7 +166,7 @@ class ShardedParameters:
         """(name, FSDP2's own object) of every trained parameter: it shows gradients that wait to nobody."""
         names = {id(p): name for name, p in self.trainable}
         for unit in self._units():
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for group in _groups(unit):
                 for inner in group.fsdp_params:
                     if id(inner.sharded_param) in names:
                         yield names[id(inner.sharded_param)], inner
@@ -198,9 +198,13 @@ def sent_dtype(stage: int, compute: torch.dtype, device_type: str) -> torch.dtyp
     return compute if device_type == "cpu" and compute == torch.bfloat16 and stage > 1 else torch.float32
 
 
+def _groups(unit: FSDPModule) -> list[Any]:
+    """FSDP2's own objects of the parameters that a unit gathers together."""
+    return unit._get_fsdp_state()._fsdp_param_groups
+
+
 def _has_run(unit: FSDPModule) -> bool:
-    groups = unit._get_fsdp_state()._fsdp_param_groups
-    return all(hasattr(inner, "_unsharded_param") for group in groups for inner in group.fsdp_params)
+    return all(hasattr(inner, "_unsharded_param") for group in _groups(unit) for inner in group.fsdp_params)
 
 
 def _unsharded_gradient(inner: Any) -> torch.Tensor | None:
