@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from data import cache
+from data.identity import Identity, identity_of, source_identity
 from data.items import STAGES, Refused, Rules, make_items
 from data.loading import BadRows, new_report, read_rows
 from data.pairing import Pool, Scored, is_scored
 from data.report import OTHER_STAGES, SourceReport, summary, totals
 from data.shapes import Row
 from data.sources import Opened, Records
-from data.splits import Ratios, hold_out, repeats, split_rows
+from data.splits import Ratios, hold_out, parse_ratios, repeats, split_rows
 from data.store import Item, StoreWriter
 
 CACHE_VERSION = 6
@@ -61,8 +62,8 @@ class Builder:
         self.seed, self.eval_fraction, self.bad_rows = seed, eval_fraction, bad_rows
         self.single_kinds: dict[int, str] = {}
 
-    def find_or_build(self, output: Path, min_train: int) -> tuple[Path, dict[str, Any]]:
-        """(folder, report) of the cache under `output`, built when it is not there.
+    def find_or_build(self, output: Path, min_train: int) -> tuple[Path, dict[str, Any], Identity]:
+        """(folder, report, identity of the items) of the cache under `output`, built when it is not there.
 
         Raises:
             ValueError: too few rows for the stage.
@@ -73,11 +74,17 @@ class Builder:
             for (opened, ratios), found in zip(self.sources, hashes, strict=True)
         ]
         settings = [CACHE_VERSION, asdict(self.rules), self.seed, self.eval_fraction, asdict(self.bad_rows)]
-        key = cache.key_of([described, cache.tokenizer_hash(self.tokenizer), settings])
+        tokenizer = cache.tokenizer_hash(self.tokenizer)
+        key = cache.key_of([described, tokenizer, settings])
         folder = output / f"{self.rules.stage}_{key[:32]}"
         report = cache.build_once(folder, lambda temporary: self.build(temporary, hashes))["report"]
         self.check(report, min_train)
-        return folder, report
+        sources = [
+            source_identity(opened.source, found, data_split=",".join(map(str, parse_ratios(ratios))))
+            for (opened, ratios), found in zip(self.sources, hashes, strict=True)
+        ]
+        shared = {"seed": self.seed, "eval_fraction": self.eval_fraction}
+        return folder, report, identity_of(shared, self.rules, tokenizer, sources)
 
     def check(self, report: dict[str, Any], min_train: int) -> None:
         """Raises ValueError, with the counts, when a part that the stage needs is empty."""

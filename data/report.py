@@ -14,8 +14,7 @@ from typing import Any
 OTHER_STAGES = "dealt to the other stages"
 HELD_OUT = "held out for evaluation"
 AHEAD = "read ahead, not used yet"
-BEFORE_RESUME = "used or dropped before the run was resumed"
-NOT_LOST = (OTHER_STAGES, HELD_OUT, AHEAD, BEFORE_RESUME)
+NOT_LOST = (OTHER_STAGES, HELD_OUT, AHEAD)
 """Not lost: rows that `data_split` gave to another stage, and what a stream does not train on now. Counted with the
 dropped ones, so that rows add up."""
 
@@ -76,9 +75,16 @@ class SourceReport:
         if example:
             self.first_dropped.setdefault(reason, example)
 
-    def copy(self) -> SourceReport:
-        """A report of the same counts, with counters of its own."""
-        return combined([self])
+    def counts(self) -> dict[str, Any]:
+        """All that has been counted: JSON-ready."""
+        values = {name: value for name, value in vars(self).items() if isinstance(value, int | dict)}
+        del values["number"]
+        return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
+
+    def set_counts(self, counts: dict[str, Any]) -> None:
+        """Counts on from `counts`, in place of what has been counted here."""
+        for name, value in counts.items():
+            setattr(self, name, type(getattr(self, name))(value))
 
     def check_malformed(self, limit: float) -> None:
         """Raises ValueError when more than `limit` of the rows looked into so far are malformed."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from data.cache import content_hash, key_of
+from data.cache import content_hash, ends_hash, key_of
 from data.files import BadRecord, Record, count_file, file_kind, read_file
 from data.shapes import SHAPES
 from data.splits import Ratios, parse_ratios
@@ -200,6 +200,13 @@ class Opened:
         """SHA-256 of the bytes of all files; of a `datasets` table, of its fingerprints."""
         parts = [part for part in (self.train, self.eval) if part is not None]
         return key_of([[*map(content_hash, part.files), getattr(part.table, "_fingerprint", None)] for part in parts])
+
+    def content_mark(self) -> str:
+        """What a stream can know of the training part's content without reading it through: SHA-256 of the size,
+        beginning and end of all files; of a `datasets` table its fingerprint, of a hub set its name and revision."""
+        table = getattr(self.train.table, "_fingerprint", None)
+        hub = None if self.train.files else (self.source.name, self.source.subset, self.source.revision)
+        return key_of([[*map(ends_hash, self.train.files)], table or hub])
 
 
 def open_source(text: SourceLike, streaming: bool = False) -> Opened:

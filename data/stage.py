@@ -10,6 +10,7 @@ from typing import Any
 
 from data import cache
 from data.builder import Builder
+from data.identity import Identity
 from data.items import make_rules
 from data.loading import BadRows
 from data.sources import SourceLike, dealt_sources, open_source
@@ -77,10 +78,10 @@ def load_stage_data(
     shares = dealt_sources(stage, data_path, data_split, sft_only_data_path, data_format)
     output = cache.default_folder() if data_output_path is None else Path(data_output_path)
 
-    def find_or_build() -> tuple[Path, dict[str, Any]]:
+    def find_or_build() -> tuple[Path, dict[str, Any], Identity]:
         sources = [(open_source(source), ratios) for source, ratios in shares]
         builder = Builder(sources, tokenizer, rules, seed, eval_fraction, bad_rows)
         return builder.find_or_build(output, min_train)
 
-    folder, report = cache.on_one_rank(find_or_build)
-    return StageData(ItemSet(folder / "train", stage), ItemSet(folder / "eval", stage), report)
+    folder, report, identity = cache.on_one_rank(find_or_build)
+    return StageData(ItemSet(folder / "train", stage, identity), ItemSet(folder / "eval", stage), report)

@@ -138,14 +138,16 @@ class ItemSet(Sequence):
     sft: `input_ids`, `labels` [T];  ppo: `prompt_ids` [T], `row`;  reward: a pair is `chosen_ids`, `rejected_ids` [T],
     `chosen_start`, `rejected_start` (where the answers begin), `margin`, one answer `answer_ids` [T], `answer_start`,
     `target`, both with `kind` (see KINDS) and `source` (its number in the report).
+
+    `identity`: what the items and their order hang on, see `data.identity`; None when nobody said.
     """
 
-    def __init__(self, folder: Path, stage: str):
-        self.folder, self.stage = Path(folder), stage
+    def __init__(self, folder: Path, stage: str, identity: dict[str, Any] | None = None):
+        self.folder, self.stage, self.identity = Path(folder), stage, identity
         self._maps: dict[str, np.ndarray] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "stage": self.stage, "_maps": {}}
+        return {**vars(self), "_maps": {}}
 
     def _map(self, name: str) -> np.ndarray:
         if name not in self._maps:

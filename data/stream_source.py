@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
 from data.items import STAGES, Refused, Rules, make_items
 from data.loading import BadRows, new_report, read_rows
-from data.report import AHEAD, BEFORE_RESUME, HELD_OUT, OTHER_STAGES, SourceReport
+from data.report import AHEAD, HELD_OUT, OTHER_STAGES, SourceReport, combined
 from data.shapes import Row
 from data.sources import Opened
 from data.splits import Ratios, parse_ratios
@@ -30,6 +31,10 @@ class Dealer:
         self.low, self.high = sum(shares[:number]) / total, sum(shares[: number + 1]) / total
         self.cut = self.high - (self.high - self.low) * Fraction(str(eval_fraction))
         self.seed = seed
+
+    def bounds(self) -> list[str]:
+        """Where this stage's training and evaluation rows begin and end, of 1."""
+        return [str(self.low), str(self.cut), str(self.high)]
 
     def part(self, number: int) -> str | None:
         """ "train", "eval", or None for another stage's record."""
@@ -62,30 +67,47 @@ class Position:
 
 
 class SourceStream:
-    """The training items of one source for one rank, pass after pass. `report` counts over all passes."""
+    """The training items of one source for one rank, pass after pass. `report` counts over all passes, `evaluated`
+    what was read for evaluation alone."""
 
     def __init__(self, opened: Opened, dealer: Dealer, tokenizer: Any, rules: Rules, flow: Flow, number: int = 0):
         self.opened, self.dealer, self.tokenizer, self.rules, self.flow = opened, dealer, tokenizer, rules, flow
         self.position = Position()
-        self.report: SourceReport = new_report(opened)
-        self.report.number = number
+        self.report, self.evaluated = (new_report(opened) for _ in range(2))
+        self.report.number = self.evaluated.number = number
+        self.rows_hash = ""
+        self._hash = hashlib.blake2b(digest_size=16)
 
     def items(self) -> Iterator[dict[str, Any]]:
         """This rank's items from where the stream stands on, without end.
 
         Raises:
-            ValueError: a whole pass without one usable row.
+            ValueError: a whole pass without one usable row; rows before the saved position that are not those that
+                were read then.
         """
         while True:
             start = self.position
+            going_on = start != Position(start.passes)
+            counts, rows_hash = self.report.counts(), self.rows_hash
+            if going_on:  # what comes before the position is in `counts`, and not to be counted again
+                self.report.set_counts(new_report(self.opened).counts())
             given = self.report.rows_train
             for first, batch in _batched(self._shuffled(start.passes), ENCODE_RECORDS):
                 if first + len(batch) <= start.record:
-                    self.report.drop(BEFORE_RESUME, count=len(batch))
                     continue
+                self.rows_hash = self._hash.hexdigest()
                 for number, (place, items) in enumerate(self._encoded(batch), first):
+                    if number < start.record:
+                        continue
+                    if going_on:
+                        if self.rows_hash != rows_hash:
+                            raise self._other_rows()
+                        self.report.set_counts(counts)
+                        going_on = False
                     yield from self._give(number, place, items, start)
-            if self.report.rows_train == given and (start.record, start.items) == (0, 0):
+            if going_on:
+                raise self._other_rows()
+            if self.report.rows_train == given and start == Position(start.passes):
                 dropped = {reason: count for reason, count in self.report.rows_dropped.items() if count}
                 raise ValueError(
                     f"{self.opened.source.name}: no usable row for stage {self.rules.stage} on rank {self.flow.rank}: "
@@ -93,32 +115,34 @@ class SourceStream:
                 )
             self.position = Position(start.passes + 1)
 
+    def _other_rows(self) -> ValueError:
+        return ValueError(
+            f"{self.opened.source.name}: the rows before the saved position are not those that were read then: put "
+            "its files back as they were, or begin anew without the saved position"
+        )
+
     def _give(self, number: int, place: str, items: list[Item | Refused], start: Position) -> Iterator[dict[str, Any]]:
         """The items of one record, without those that were given before the stream was resumed."""
         good = [item for item in items if isinstance(item, Item)]
-        if number < start.record or (number == start.record and good and start.items >= len(good)):
-            self.report.drop(BEFORE_RESUME)
-        elif not good:
+        if not good:
             self.report.drop(str(items[0]), f"{place}: {items[0]}")
-        else:
-            self.report.rows_train += 1
-            for count, item in enumerate(good, 1):
-                if number > start.record or count > start.items:
-                    self.position = Position(start.passes, number, count)
-                    self.report.items_train += 1
-                    yield self._tensors(item)
+            return
+        given = start.items if number == start.record else 0
+        self.report.rows_train += not given
+        for count, item in enumerate(good[given:], given + 1):
+            self.position = Position(start.passes, number, count)
+            self.report.items_train += 1
+            yield self._tensors(item)
 
-    def order(self) -> dict[str, Any]:
-        """What the order of the records hangs on: a position means nothing under another. JSON-ready."""
-        source, dealer = self.opened.source, self.dealer
-        return {
-            "source": source.name,
-            "split": source.split,
-            "limit": source.limit,
-            "seed": self.flow.seed,
-            "shares": [str(dealer.low), str(dealer.high), str(dealer.cut)],
-            "shuffle_buffer": self.flow.buffer_rows,
-        }
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands and what it has counted so far: JSON-ready."""
+        return {**asdict(self.position), "rows_hash": self.rows_hash, "report": self.report.counts()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self.position = Position(state["passes"], state["record"], state["items"])
+        self.rows_hash = state["rows_hash"]
+        self.report.set_counts(state["report"])
 
     def _shuffled(self, passes: int) -> Iterator[tuple[str, list[Row]]]:
         """(place, rows) of this rank's records in one pass; the rows of a record stay together."""
@@ -142,8 +166,12 @@ class SourceStream:
             return None if part == "train" else OTHER_STAGES if part is None else HELD_OUT
 
         own = itertools.islice(self.opened.train, rank, None, world_size)
-        found = read_rows(own, self.opened.source, self.report, bad_rows=self.flow.bad_rows, wanted=refuse)
-        return ((place, rows) for _, place, rows in found)
+        self._hash = hashlib.blake2b(digest_size=16)
+        for _, place, rows in read_rows(
+            own, self.opened.source, self.report, bad_rows=self.flow.bad_rows, wanted=refuse
+        ):
+            self._hash.update(json.dumps(rows).encode())
+            yield place, rows
 
     def _encoded(self, batch: list[tuple[str, list[Row]]]) -> Iterator[tuple[str, list[Item | Refused]]]:
         """(place, what each of its rows gave) of records tokenized in one call."""
@@ -152,10 +180,12 @@ class SourceStream:
 
     def held_out(self, most: int) -> list[dict[str, Any]]:
         """At most `most` evaluation items, the same on every rank: of the source's own evaluation part, else of the
-        rows that the deal holds out. Rows of an own part are counted in `report`, by rank 0."""
+        rows that the deal holds out. Rows of an own part are counted in `evaluated`, by rank 0."""
         own = self.opened.eval
-        report = self.report if own is not None and self.flow.rank == 0 else new_report(self.opened)
+        report = new_report(self.opened)
         report.number = self.report.number
+        if own is not None and self.flow.rank == 0:
+            self.evaluated = report
 
         def refuse(number: int) -> str | None:
             return None if own is not None or self.dealer.part(number) == "eval" else OTHER_STAGES
@@ -184,7 +214,7 @@ class SourceStream:
 
     def counted(self) -> SourceReport:
         """The report with what has been read and not used yet as a reason of its own, so that rows add up."""
-        report = self.report.copy()
+        report = combined([self.report, self.evaluated])
         used = report.rows_train + report.rows_eval + report.rows_dropped.total()
         if report.rows_read > used:
             report.drop(AHEAD, count=report.rows_read - used)

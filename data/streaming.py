@@ -10,23 +10,30 @@ the stages stay disjoint and covering), and whether it is held out. Every source
 new order; within one pass every row comes exactly once, on exactly one rank. The order is that of a shuffle
 buffer: the larger, the better mixed. Several sources are mixed by their weights. Single answers with scores are not
 paired up, as that takes all answers to a prompt at once.
+
+A stream goes on from a saved position over the same data only. All of it cannot be hashed for that: the position
+holds the flags, the tokenizer, of every file the size, beginning and end, and a hash of all rows of this pass that
+were read on the way to it. Those rows are read again to go on, so the hash is checked at no cost: whatever has been
+used or stands in the shuffle buffer is the same, or the stream stops. A change in the middle of what is yet to come,
+of the same size, is not seen; it cannot bring any row twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
 
 import torch.distributed as dist
 
+from data.cache import tokenizer_hash
+from data.identity import Identity, identity_of, refuse_other, source_identity
 from data.items import make_rules
 from data.loading import BadRows
 from data.report import combined, summary, totals
 from data.sources import SourceLike, dealt_sources, open_source
 from data.splits import Ratios, hold_out
-from data.stream_source import Dealer, Flow, Position, SourceStream
+from data.stream_source import Dealer, Flow, SourceStream
 
 
 def stream_stage_data(
@@ -67,31 +74,33 @@ def stream_stage_data(
         )
     flow = Flow(seed, BadRows(on_bad_row, max_bad_rows), buffer_rows, rank, world_size)
     shares = dealt_sources(stage, data_path, data_split, sft_only_data_path, data_format)
-    streams = []
+    streams, described = [], []
     for source, ratios in shares:
         if source.weight > 0:
             opened = open_source(source, streaming=True)
             # an evaluation part of its own serves instead of training rows
             dealer = Dealer(stage, ratios, seed, 0.0 if opened.eval is not None else eval_fraction)
             streams.append(SourceStream(opened, dealer, tokenizer, rules, flow, len(streams)))
-    return ItemStream(streams)
+            described.append(source_identity(opened.source, opened.content_mark(), data_split=dealer.bounds()))
+    shared = {"seed": seed, "shuffle_buffer": buffer_rows}
+    return ItemStream(streams, identity_of(shared, rules, tokenizer_hash(tokenizer), described))
 
 
 class ItemStream:
     """An endless stream of one rank's training items; see this module."""
 
-    def __init__(self, sources: list[SourceStream]):
+    def __init__(self, sources: list[SourceStream], identity: Identity):
         if not sources:
             raise ValueError("every source of data_path has weight 0: give one of them a weight above 0")
-        self.sources = sources
+        self.sources, self.identity = sources, identity
         self._credit = [Fraction(0)] * len(sources)
         self._running: list[Iterator[dict[str, Any]]] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         weights = [Fraction(str(source.opened.source.weight)) for source in self.sources]
-        if self._running is None:
-            self._running = [source.items() for source in self.sources]
         while True:
+            if self._running is None:
+                self._running = [source.items() for source in self.sources]
             # The source that is furthest behind its share is next: a mix without a dice, easy to resume.
             self._credit = [have + weight for have, weight in zip(self._credit, weights, strict=True)]
             pick = max(range(len(weights)), key=lambda number: (self._credit[number], -number))
@@ -139,31 +148,23 @@ class ItemStream:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands: JSON-ready."""
+        """Where the stream stands, and what it has counted so far: JSON-ready."""
         return {
+            "identity": self.identity,
             "credit": [str(credit) for credit in self._credit],
-            "sources": [{**asdict(source.position), "order": source.order()} for source in self.sources],
+            "sources": [source.state_dict() for source in self.sources],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the saved stream stood. The rows before it in this pass are read again, not tokenized.
+        """Goes on where the saved stream stood, and counts on from there. The rows before it in this pass are read
+        again, not tokenized.
 
         Raises:
-            ValueError: a state of other sources, or of another order of their records.
+            ValueError: a state of other data, see this module; that of rows that are not those read before comes
+                with the next item.
         """
-        if len(state["sources"]) != len(self.sources):
-            raise ValueError(f"the saved stream had {len(state['sources'])} sources, this one has {len(self.sources)}")
-        positions = []
-        for source, saved in zip(self.sources, state["sources"], strict=True):
-            order = saved["order"]
-            for name, value in source.order().items():
-                if order[name] != value:
-                    raise ValueError(
-                        f"the saved stream of {order['source']} had {name} {order[name]}, this one has {value}: resume "
-                        "with the data flags of the run that saved it"
-                    )
-            positions.append(Position(**{name: value for name, value in saved.items() if name != "order"}))
+        refuse_other(state["identity"], self.identity)
         self._credit = [Fraction(credit) for credit in state["credit"]]
-        for source, position in zip(self.sources, positions, strict=True):
-            source.position = position
+        for source, saved in zip(self.sources, state["sources"], strict=True):
+            source.load_state_dict(saved)
         self._running = None

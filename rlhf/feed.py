@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from data import BatchSampler, ItemStream, plan_packs
+from data.identity import refuse_other
 from engine import distributed
 from rlhf.training import batch_stream, sampler_for
 
@@ -44,15 +45,22 @@ def open_feed(items: Any, batch_size: int, args: argparse.Namespace) -> Feed:
         raise ValueError("--packing fills rows from dialogues of all lengths: leave out --group_by_length")
     packs = plan_packs(items.lengths(), args.max_seq_len) if packing else None
     lengths = items.lengths() if args.group_by_length else None
-    return StoredFeed(items, sampler_for(packs or items, batch_size, args.seed, lengths=lengths), packs)
+    sampler = sampler_for(packs or items, batch_size, args.seed, lengths=lengths)
+    order = {"packing": packing, "group_by_length": args.group_by_length}
+    if args.group_by_length:  # rows are grouped by batches of all ranks
+        order["global_batch_size"] = sampler.global_size
+    return StoredFeed(items, sampler, {**items.identity, "order": order}, packs)
 
 
 class StoredFeed:
-    """Of items that are known in number: every epoch deals all of them, in an order of its own."""
+    """Of items that are known in number: every epoch deals all of them, in an order of its own, which hangs on
+    `identity` (see `data.identity`) and the epoch."""
 
-    def __init__(self, items: Any, sampler: BatchSampler, packs: list[list[int]] | None = None):
+    def __init__(
+        self, items: Any, sampler: BatchSampler, identity: dict[str, Any], packs: list[list[int]] | None = None
+    ):
         self.batches_per_epoch: int | None = len(sampler)
-        self._items, self._sampler, self._packs = items, sampler, packs
+        self._items, self._sampler, self._identity, self._packs = items, sampler, identity, packs
         self._given = 0
         self._running: Iterator[tuple[int, list[int]]] | None = None
 
@@ -71,17 +79,18 @@ class StoredFeed:
     def state_dict(self) -> dict[str, Any]:
         """The epoch, and how many rows of it all ranks together have been given: the same for any number of ranks."""
         epoch, batches = divmod(self._given, len(self._sampler))
-        return {"epoch": epoch, "rows": batches * self._sampler.global_size}
+        return {"epoch": epoch, "rows": batches * self._sampler.global_size, "identity": self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where the saved feed stood; with another size of the global batch, at the batch that holds the
         next row.
 
         Raises:
-            ValueError: the state of a stream.
+            ValueError: the state of a stream, or of other items or another order of them.
         """
         if "rows" not in state:
             raise ValueError("the checkpoint is of a run with --streaming: resume it with the same flag")
+        refuse_other(state.get("identity"), self._identity)
         self._given = state["epoch"] * len(self._sampler) + state["rows"] // self._sampler.global_size
         self._running = None
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +27,7 @@ def flags(**changes):
 
 
 def stored(path):
-    cache = path.parent / "cache"
+    cache = Path(path).parent / "cache"
     options = {"data_split": "1,0,0", "eval_fraction": 0.0, "data_output_path": cache}
     return load_stage_data("sft", build("byte-level"), data_path=path, **options).train
 
@@ -69,7 +70,7 @@ def test_every_row_exactly_once_an_epoch_on_any_number_of_ranks(tmp_path):
             if mode != "stream":
                 steps = [sorted(sum(step, [])) for step in zip(*ranks, strict=True)]
                 assert steps == [sorted(step) for step in alone[mode][0]], "the same global batches"
-                assert results[0][mode][1] == {"epoch": 1, "rows": 0}
+                assert (results[0][mode][1]["epoch"], results[0][mode][1]["rows"]) == (1, 0)
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5, 6, 9])
@@ -124,6 +125,23 @@ def test_flags_that_exclude_each_other_and_states_of_another_kind(tmp_path):
     state = of_stream.state_dict()
     with pytest.raises(ValueError, match=r"dealt to 2 process\(es\), this run has 1: resume with as many"):
         of_stream.load_state_dict({**state, "streams": state["streams"] * 2})
+
+
+def test_a_position_in_other_items_or_another_order_is_refused(tmp_path):
+    path = write(tmp_path / "rows.jsonl")
+    state = json.loads(json.dumps(open_feed(stored(path), 2, flags()).state_dict()))
+    grouped = flags(group_by_length=True)
+    with pytest.raises(ValueError, match="of data with group_by_length False, this run has True: resume with the data"):
+        open_feed(stored(path), 2, grouped).load_state_dict(state)
+    with pytest.raises(ValueError, match="of data with global_batch_size 2, this run has 4: resume with the data flag"):
+        open_feed(stored(path), 4, grouped).load_state_dict(open_feed(stored(path), 2, grouped).state_dict())
+    moved = path.rename(tmp_path / "moved.jsonl")
+    open_feed(stored(moved), 2, flags()).load_state_dict(state)
+    with pytest.raises(ValueError, match="is of .*jsonl with limit None, this run has 9: resume with the data flags"):
+        open_feed(stored(f"{moved}?limit=9"), 2, flags()).load_state_dict(state)
+    path.write_text(moved.read_text().replace("q 7", "Q 7"))
+    with pytest.raises(ValueError, match="is of .*rows.jsonl with another content than this run's: put its files back"):
+        open_feed(stored(path), 2, flags()).load_state_dict(state)
 
 
 def test_numbers_of_a_stream_are_never_given_twice(tmp_path, monkeypatch):
