@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from data import cache
+from data.duplicates import EVALUATED, OTHER_STAGE, TRAINED, UNUSED, EqualRows
 from data.identity import Identity, identity_of, source_identity
 from data.items import STAGES, Refused, Rules, make_items
 from data.loading import BadRows, new_report, read_rows
@@ -19,7 +20,7 @@ from data.sources import Opened, Records
 from data.splits import Ratios, hold_out, parse_ratios, repeats, split_rows
 from data.store import Item, StoreWriter
 
-CACHE_VERSION = 6
+CACHE_VERSION = 7
 BATCH_RECORDS = 2048
 
 
@@ -37,6 +38,11 @@ class Deal:
         if self.held_out[record] or self.copies[record] > 0:
             return None
         return OTHER_STAGES if self.copies[record] < 0 else f"left out by weight {self.weight:g}"
+
+    def uses(self) -> np.ndarray:
+        """What becomes of each record, by the names of `data.duplicates`."""
+        uses = np.where(self.copies > 0, TRAINED, np.where(self.copies < 0, OTHER_STAGE, UNUSED))
+        return np.where(self.held_out, EVALUATED, uses).astype(np.uint8)
 
 
 class Builder:
@@ -61,6 +67,7 @@ class Builder:
         self.sources, self.tokenizer, self.rules = sources, tokenizer, rules
         self.seed, self.eval_fraction, self.bad_rows = seed, eval_fraction, bad_rows
         self.single_kinds: dict[int, str] = {}
+        self.equal_rows = EqualRows()
 
     def find_or_build(self, output: Path, min_train: int) -> tuple[Path, dict[str, Any], Identity]:
         """(folder, report, identity of the items) of the cache under `output`, built when it is not there.
@@ -110,6 +117,7 @@ class Builder:
                 report.sha256, report.number = hashes[number], number
                 self.add_source(opened, ratios, number, (train, held_out), report)
                 reports.append(report)
+        self.equal_rows.count()
         return {
             "report": {
                 "stage": stage,
@@ -155,7 +163,8 @@ class Builder:
         """Adds the records that `deal` gives to this stage, in batches."""
         batch: list[tuple[int, str, list[Row]]] = []
         pool = Pool()
-        found = read_rows(records, opened.source, report, bad_rows=self.bad_rows, wanted=deal.refuse)
+        watched = self.equal_rows.watch(records, deal.uses(), report)
+        found = read_rows(watched, opened.source, report, bad_rows=self.bad_rows, wanted=deal.refuse)
         for number, place, rows in found:
             if self.rules.single_answers in ("auto", "pair") and len(rows) == 1 and is_scored(rows[0]):
                 pool.add(Scored(number, place, rows[0]))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from data.files import BadRecord
+from data.files import BadRecord, Record
 from data.report import SourceReport, summary
 from data.shapes import Row, normalise
-from data.sources import Opened, Records, Source, SourceLike, open_source
+from data.sources import Opened, Source, SourceLike, open_source
 from data.turns import RowError
 
 CHECK_AFTER = 1000
@@ -38,7 +38,7 @@ class BadRows:
 
 
 def read_rows(
-    records: Records,
+    records: Iterable[tuple[str, Record | BadRecord]],
     source: Source,
     report: SourceReport,
     *,
@@ -48,7 +48,7 @@ def read_rows(
     """(number, place, rows) of every usable record, as a stream.
 
     Args:
-        records: what to read.
+        records: what to read, each with its place in words.
         source: its `columns` rename and its `shape` fixes.
         report: counts what was read and dropped.
         bad_rows: what becomes of rows that cannot be used.

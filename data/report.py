@@ -49,7 +49,7 @@ class SourceReport:
     """Counts of one source, which is the `number`-th of its run; `unseen` rows were never looked into.
 
     `shapes`: rows of each recognised shape, `shape_reasons`: what they were recognised by; `rows_cut`: rows shortened
-    to fit.
+    to fit; `rows_equal`: rows of the stage that equal one dealt elsewhere, see `data.duplicates`.
     """
 
     name: str
@@ -63,6 +63,7 @@ class SourceReport:
     shapes: Counter[str] = field(default_factory=Counter)
     shape_reasons: dict[str, str] = field(default_factory=dict)
     rows_cut: Counter[str] = field(default_factory=Counter)
+    rows_equal: Counter[str] = field(default_factory=Counter)
     files: list[str] = field(default_factory=list)
     files_unused: list[str] = field(default_factory=list)
     sha256: str | None = None
@@ -112,8 +113,9 @@ class SourceReport:
             "items_eval": self.items_eval,
             "first_dropped": self.first_dropped,
         }
-        if self.rows_cut:
-            out["rows_cut"] = dict(self.rows_cut)
+        for name in ("rows_cut", "rows_equal"):
+            if getattr(self, name):
+                out[name] = dict(getattr(self, name))
         if self.files_unused:
             out["files_unused"] = self.files_unused
         if self.sha256:
@@ -129,7 +131,7 @@ def combined(reports: list[SourceReport]) -> SourceReport:
     for report in reports:
         for name in (*COUNTS, "unseen"):
             setattr(out, name, getattr(out, name) + getattr(report, name))
-        for name in ("rows_dropped", "shapes", "rows_cut"):
+        for name in ("rows_dropped", "shapes", "rows_cut", "rows_equal"):
             getattr(out, name).update(getattr(report, name))
         out.shape_reasons = report.shape_reasons | out.shape_reasons
         out.first_dropped = report.first_dropped | out.first_dropped
@@ -155,5 +157,6 @@ def summary(report: SourceReport) -> str:
         f"{report.rows_eval} evaluated on" if report.rows_eval else "",
         *(f"{count} {reason}" for reason, count in elsewhere.items()),
         "dropped: " + ", ".join(f"{count} {reason}" for reason, count in dropped.most_common()) if dropped else "",
+        *(f"{count} {what}" for what, count in report.rows_equal.items()),
     ]
     return ", ".join(filter(None, parts))

@@ -1,7 +1,8 @@
 """Which rows go where: to the three stages, to training or evaluation, once or several times.
 
 All of it is a function of the number of rows and the seed, never of what is in the rows, so that every stage
-deals the same rows in the same way and no row is ever in two stages.
+deals the same rows in the same way and no row is ever in two stages. Rows that are equal are different rows here; see
+`data.duplicates`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from data import chat, collate_sft, load_stage_data
+from data import chat, collate_sft, load_stage_data, split_rows
 from data.items import shrink
 from data.report import OTHER_STAGES
 from tests.data.kit import CHATML, build, byte_level_fast, sentencepiece_fast
@@ -399,3 +399,26 @@ def test_fixed_format(load):
         ValueError, match="4 of 4 rows are malformed.*missing column, field instruction: shape instruction"
     ):
         load("sft", rows, data_split="1,0,0", data_format="instruction")
+
+
+def test_equal_rows_that_were_dealt_apart_are_counted(load, tmp_path):
+    rows = [{"prompt": f"q {k // 3}", "chosen": "yes", "rejected": "no"} for k in range(60)]
+    twice = write(tmp_path / "twice.jsonl", rows[:3] * 4)
+    dealt = [rows, rows[:3] * 4]
+    for number, stage in enumerate(("sft", "reward", "ppo")):
+        parts = load(stage, (write(tmp_path / "rows.jsonl", rows), twice), eval_fraction=0.25)
+        mine, others, held = [], set(), set()
+        for source in dealt:
+            deals = split_rows(len(source), "1,1,1", 7)
+            cut = len(deals[number]) - round(len(deals[number]) * 0.25)
+            mine.append(([source[k]["prompt"] for k in deals[number][:cut]], deals[number][cut:]))
+            held |= {source[k]["prompt"] for k in deals[number][cut:]}
+            others |= {source[k]["prompt"] for part in deals[:number] + deals[number + 1 :] for k in part}
+        for report, source, (train, held_out) in zip(parts.report["sources"], dealt, mine, strict=True):
+            every = train + [source[k]["prompt"] for k in held_out]
+            assert report["rows_equal"] == {
+                "equal to a row of another stage": sum(prompt in others for prompt in every),
+                "trained on and equal to a row of evaluation": sum(prompt in held for prompt in train),
+            }
+        assert "equal to a row of another stage" in parts.report["lines"][0]
+    assert "rows_equal" not in load("sft", dialogue_rows(60)).report["sources"][0]
