@@ -6,6 +6,8 @@ when it is whole, so that a kill in the middle or a second run at the same time 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -14,7 +16,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,13 +69,29 @@ def default_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"data_files_{os.getuid() if hasattr(os, 'getuid') else 'user'}"
 
 
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Errors of writing into `folder` as a ValueError, in one line."""
+    try:
+        yield
+    except OSError as error:
+        what, mend = error.strerror, "give another folder by --data_output_path"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            what, mend = "no space left for it", f"make room, or {mend}"
+        raise ValueError(f"the data cache cannot be written to {folder} ({what}): {mend}") from error
+
+
 def read_meta(folder: Path) -> dict[str, Any] | None:
     """What the cache's builder wrote into it; None when the cache is missing or a file of it is not whole."""
     try:
         meta = json.loads((folder / META).read_text())
         sizes = {name: (folder / name).stat().st_size for name in meta["sizes"]}
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, KeyError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):  # ValueError: no JSON, no UTF-8
         return None
+    except OSError as error:
+        raise ValueError(
+            f"the data cache {folder} cannot be read ({error.strerror}): give another folder by --data_output_path"
+        ) from error
     return meta if sizes == meta["sizes"] else None
 
 
@@ -85,28 +103,36 @@ def build_once(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[st
     meta = read_meta(folder)
     if meta is not None:
         return meta
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    with writing(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(folder.parent)
     temporary = folder.with_name(f".{folder.name}.{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:
-        temporary.mkdir()
+        with writing(folder.parent):
+            temporary.mkdir()
         meta = build(temporary)
         meta["sizes"] = {
             str(path.relative_to(temporary)): path.stat().st_size
             for path in sorted(temporary.rglob("*"))
             if path.is_file()
         }
-        (temporary / META).write_text(json.dumps(meta, indent=1))
-        if folder.exists() and read_meta(folder) is None:
-            folder.rename(temporary.with_name(f"{temporary.name}-damaged.tmp"))
-        try:
-            temporary.rename(folder)
-        except OSError:
-            if read_meta(folder) is None:  # else another run was faster
-                raise
+        with writing(folder.parent):
+            (temporary / META).write_text(json.dumps(meta, indent=1))
+            _put_in_place(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return read_meta(folder) or meta
+
+
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    if folder.exists() and read_meta(folder) is None:
+        with contextlib.suppress(FileNotFoundError):  # another run was faster
+            folder.rename(temporary.with_name(f"{temporary.name}-damaged.tmp"))
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if read_meta(folder) is None:  # else another run was faster
+            raise
 
 
 def _clear_leftovers(folder: Path) -> None:

@@ -91,12 +91,12 @@ def read_file(path: Path) -> Iterator[Record | BadRecord]:
     if kind is None:
         known = ", ".join(KINDS)
         raise ValueError(f"{path}: not a data file: its name must end in one of {known} (and .gz or .zst)")
-    with _naming(path):
+    with naming(path):
         yield from _READERS[kind](path)
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Errors of reading and unpacking as a ValueError that names the file."""
     try:
         yield
@@ -110,12 +110,17 @@ def count_file(path: Path) -> int:
     """Number of records that `read_file` gives, without taking them apart where the kind of file allows it."""
     kind = file_kind(path)
     if kind == "jsonl":
-        with _naming(path), open_bytes(path) as file:
+        with naming(path), open_bytes(path) as file:
             return sum(1 for line in file if line.strip())
     if kind == "parquet" and path.suffix.lower() == ".parquet":
+        import pyarrow
         import pyarrow.parquet
 
-        return pyarrow.parquet.read_metadata(path).num_rows
+        try:
+            with naming(path):
+                return pyarrow.parquet.read_metadata(path).num_rows
+        except pyarrow.ArrowException as error:
+            raise ValueError(f"{path}: not a parquet file ({_one_line(error)})") from error
     return sum(1 for _ in read_file(path))
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from data.cache import writing
 from data.chat import IGNORE
 
 SEQUENCES = {"sft": 1, "reward": 2, "ppo": 1}
@@ -32,10 +33,13 @@ FACTS = np.dtype([("kind", "u1"), ("value", "f4"), ("starts", "i4", (2,)), ("sou
 
 
 class StoreWriter:
-    """Appends items of one stage to a new folder; a `with` block closes its files."""
+    """Appends items of one stage to a new folder; a `with` block closes its files.
+
+    Raises:
+        ValueError: the folder cannot be written to, or is full.
+    """
 
     def __init__(self, folder: Path, stage: str):
-        folder.mkdir(parents=True)
         self.folder, self.stage = folder, stage
         self.items = self.tokens = self.trained_tokens = self.longest = 0
         self.kinds: Counter[str] = Counter()
@@ -43,25 +47,30 @@ class StoreWriter:
         self._order: list[np.ndarray] = []
         names = ["ids.i32", "ends.i64"]
         names += {"sft": ["trained.u8"], "reward": ["facts.rec"], "ppo": ["rows.jsonl", "row_ends.i64"]}[stage]
-        self._files = {name: open(folder / name, "wb") for name in names}
+        with writing(folder):
+            folder.mkdir(parents=True)
+            self._files = {name: open(folder / name, "wb") for name in names}
 
     def add(self, items: Sequence[Item], copies: Sequence[int]) -> None:
         """Appends `items`; item i takes part `copies[i]` times in an epoch."""
-        if not items:
-            return
+        if items:
+            with writing(self.folder):
+                self._add(items, copies)
+
+    def _add(self, items: Sequence[Item], copies: Sequence[int]) -> None:
         absent = [[]] * SEQUENCES[self.stage]
         sequences = [ids for item in items for ids in [*item.sequences, *absent[len(item.sequences) :]]]
         lengths = np.fromiter(map(len, sequences), dtype=np.int64, count=len(sequences))
-        np.concatenate([np.asarray(one, dtype=np.int32) for one in sequences]).tofile(self._files["ids.i32"])
-        (self.tokens + lengths.cumsum()).tofile(self._files["ends.i64"])
+        self._write("ids.i32", np.concatenate([np.asarray(one, dtype=np.int32) for one in sequences]))
+        self._write("ends.i64", self.tokens + lengths.cumsum())
         self.tokens += int(lengths.sum())
         self.longest = max(self.longest, int(lengths.max()))
         if self.stage == "sft":
             trained = np.concatenate([np.asarray(item.trained, dtype=np.uint8) for item in items])
-            trained.tofile(self._files["trained.u8"])
+            self._write("trained.u8", trained)
             self.trained_tokens += int(trained.sum())
         if self.stage == "reward":
-            np.array([item.facts for item in items], dtype=FACTS).tofile(self._files["facts.rec"])
+            self._write("facts.rec", np.array([item.facts for item in items], dtype=FACTS))
             self.kinds.update(KINDS[item.facts[0]] for item in items)
         if self.stage == "ppo":
             lines = [
@@ -70,9 +79,13 @@ class StoreWriter:
             ends = self._row_bytes + np.cumsum([len(line) for line in lines])
             self._row_bytes = int(ends[-1])
             self._files["rows.jsonl"].writelines(lines)
-            ends.astype(np.int64).tofile(self._files["row_ends.i64"])
+            self._write("row_ends.i64", ends.astype(np.int64))
         self._order.append(np.repeat(np.arange(self.items, self.items + len(items)), copies))
         self.items += len(items)
+
+    def _write(self, name: str, values: np.ndarray) -> None:
+        # not by numpy's tofile, which loses what a full disk does not take without a word
+        self._files[name].write(values.tobytes())
 
     def statistics(self) -> dict[str, Any]:
         """Counts of what was written, and the hash of the token ids, for the report; after the `with` block."""
@@ -86,10 +99,11 @@ class StoreWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for file in self._files.values():
-            file.close()
-        order = np.concatenate(self._order) if self._order else np.zeros(0)
-        order.astype(np.int64).tofile(self.folder / "order.i64")
+        with writing(self.folder):
+            for file in self._files.values():
+                file.close()
+            order = np.concatenate(self._order) if self._order else np.zeros(0)
+            (self.folder / "order.i64").write_bytes(order.astype(np.int64).tobytes())
 
 
 class Item:

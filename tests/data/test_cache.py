@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from data import BatchSampler, cache, load_stage_data
+from data.store import Item, StoreWriter
 from tests.data.kit import CHATML, byte_level_fast, sentencepiece_fast
 from tests.helpers import run_ranks
 
@@ -99,7 +100,7 @@ def test_a_call_with_padding_does_not_change_the_key(tmp_path, built):
     assert len(built) == 1
 
 
-@pytest.mark.parametrize("damage", ["short file", "missing file", "no meta data", "broken meta data"])
+@pytest.mark.parametrize("damage", ["short file", "missing file", "no meta data", "broken meta data", "other meta"])
 def test_a_damaged_cache_is_built_again(tmp_path, built, damage):
     write(tmp_path / "rows.jsonl")
     before = tensors(load(tmp_path))
@@ -111,7 +112,7 @@ def test_a_damaged_cache_is_built_again(tmp_path, built, damage):
     elif damage == "no meta data":
         (folder / "meta.json").unlink()
     else:
-        (folder / "meta.json").write_text("{")
+        (folder / "meta.json").write_text("{" if damage == "broken meta data" else "[]")
     assert tensors(load(tmp_path)) == before
     assert len(built) == 2
 
@@ -124,6 +125,35 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(RuntimeError, match="stop"):
         cache.build_once(tmp_path / "cache" / "key", build)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["a file", "below a file"])
+def test_a_folder_that_cannot_be_written_is_said_in_one_line(tmp_path, place):
+    write(tmp_path / "rows.jsonl")
+    (tmp_path / "cache").write_text("")
+    output = tmp_path / "cache" / ("below" if place == "below a file" else "")
+    with pytest.raises(
+        ValueError, match=f"^the data cache cannot be written to {output} .*: give another folder by --"
+    ):
+        load_stage_data("sft", byte_level_fast(), data_path=tmp_path / "rows.jsonl", data_output_path=output)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize("items", [1, 10_000])
+def test_a_full_disk_is_said_in_one_line(tmp_path, items):
+    with pytest.raises(
+        ValueError, match=f"written to {tmp_path}/train .no space left for it.: make room, or give anot"
+    ):
+        with StoreWriter(tmp_path / "train", "sft") as writer:
+            writer._files["ids.i32"] = open("/dev/full", "wb")
+            writer.add([Item([[1] * 10], trained=[True] * 10)] * items, [1] * items)
+
+
+def test_a_source_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    path = write(tmp_path / "rows.jsonl")
+    monkeypatch.setattr("data.sources.content_hash", lambda path: open("/proc/self/mem", "rb").read(1))
+    with pytest.raises(ValueError, match=f"^{path}: cannot be read"):
+        load(tmp_path)
 
 
 def _slow_build(folder):
