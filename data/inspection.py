@@ -181,7 +181,7 @@ def print_inspection(found: Inspection, console: Any) -> None:
         console.print(table)
     for number, sequences in enumerate(found.examples, 1):
         for side, pieces in zip(("chosen", "rejected") if len(sequences) == 2 else ("",), sequences, strict=True):
-            text = Text(f"example {number} {side}".rstrip() + "\n", style="bold")
+            text = Text().append(f"example {number} {side}".rstrip() + "\n", style="bold")
             for piece, own in pieces:
                 text.append(visible(piece), style="green" if own else "dim")
             console.print(text)
@@ -249,7 +249,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         limit=args.limit,
     )
     if args.json:
-        print(json.dumps(found.as_dict(), indent=1, ensure_ascii=False))
+        text = json.dumps(found.as_dict(), indent=1, ensure_ascii=False)
+        print(text.encode("utf-8", "backslashreplace").decode())  # half a pair of surrogates as JSON writes it
         return
     from rich.console import Console
 

@@ -159,7 +159,7 @@ def number(value: Any, field: str) -> float:
 
 def is_plain(value: Any) -> bool:
     """True for what JSON can hold: a row keeps such columns, and leaves out pictures, dates and the like."""
-    if isinstance(value, str | int | float):
+    if value is None or isinstance(value, str | int | float):
         return True
     if isinstance(value, list):
         return all(map(is_plain, value))

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
 from data.cache import content_hash, ends_hash, key_of
-from data.files import BadRecord, Record, count_file, file_kind, read_file
+from data.files import BadRecord, Record, count_file, file_kind, naming, read_file
 from data.shapes import SHAPES
 from data.splits import Ratios, parse_ratios
 
@@ -199,14 +199,24 @@ class Opened:
     def content_hash(self) -> str:
         """SHA-256 of the bytes of all files; of a `datasets` table, of its fingerprints."""
         parts = [part for part in (self.train, self.eval) if part is not None]
-        return key_of([[*map(content_hash, part.files), getattr(part.table, "_fingerprint", None)] for part in parts])
+        return key_of(
+            [[*_hashes(content_hash, part.files), getattr(part.table, "_fingerprint", None)] for part in parts]
+        )
 
     def content_mark(self) -> str:
         """What a stream can know of the training part's content without reading it through: SHA-256 of the size,
         beginning and end of all files; of a `datasets` table its fingerprint, of a hub set its name and revision."""
         table = getattr(self.train.table, "_fingerprint", None)
         hub = None if self.train.files else (self.source.name, self.source.subset, self.source.revision)
-        return key_of([[*map(ends_hash, self.train.files)], table or hub])
+        return key_of([_hashes(ends_hash, self.train.files), table or hub])
+
+
+def _hashes(hash_of: Callable[[Path], str], files: list[Path]) -> list[str]:
+    found = []
+    for path in files:
+        with naming(path):
+            found.append(hash_of(path))
+    return found
 
 
 def open_source(text: SourceLike, streaming: bool = False) -> Opened:
@@ -216,7 +226,9 @@ def open_source(text: SourceLike, streaming: bool = False) -> Opened:
         FileNotFoundError: a path with nothing there. ValueError: a folder or hub set without data.
     """
     source = parse_source(text)
-    path = SAMPLE if source.name == "sample" else Path(os.path.expanduser(source.name))
+    path = Path(os.path.expanduser(source.name))
+    if source.name == "sample" and not path.exists():
+        path = SAMPLE
     if os.path.isfile(path):
         if file_kind(path) is None:
             next(iter(read_file(path)))  # raises, naming the kinds

@@ -6,6 +6,8 @@ sees as many rows however many share the work.
 
 from __future__ import annotations
 
+import os
+
 from rlhf.choices import GROUPED
 from rlhf.ppo_options import GROUP_SIZE
 
@@ -111,6 +113,6 @@ def recipe(actor_model: str, data_path: list[str], world_size: int, estimator: s
         for stage, values in LARGE.items():
             flags[stage] |= values
         flags["ppo"]["inference_tp_size"] = sharing if world_size % sharing == 0 else 1
-    if data_path == [SAMPLE_DATA]:
+    if data_path == [SAMPLE_DATA] and not os.path.exists(SAMPLE_DATA):  # else it is a file or folder of one's own
         flags["ppo"]["gold_fn"] = SAMPLE_JUDGE
     return flags

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -56,7 +57,17 @@ def test_printed(rows):
     assert "dropped: longer than 60 tokens" in text
 
 
-def test_anybodys_text_is_printed_as_it_is(tmp_path):
+def test_trained_tokens_are_green_and_the_others_dim(rows):
+    out = io.StringIO()
+    console = Console(file=out, width=120, force_terminal=True, color_system="standard")
+    print_inspection(inspect_data("sft", build("byte-level"), rows, limit=1), console)
+    shown = out.getvalue().partition("example 1")[2]
+    dim, green = ("".join(re.findall(rf"\x1b\[{colour}m(.*?)\x1b", shown)) for colour in (2, 32))
+    assert dim == "Human: what is two?Assistant:dim: not trained"
+    assert green == " it is 2 [really] 😀</s>green: trained"
+
+
+def test_anybodys_text_is_printed_as_it_is(tmp_path, capsys):
     """Brackets are no markup, and what steers a terminal is written out."""
     path = tmp_path / "rows[bold].jsonl"
     row = {"[/red]": "x", "prompt": "[/b] [bold]q[/bold] \x1b[2J\u202e\r", "response": "[red]a[/x] \x07"}
@@ -71,6 +82,8 @@ def test_anybodys_text_is_printed_as_it_is(tmp_path):
         assert part in text
     text.encode()
     assert "\x1b" not in text and "\x07" not in text
+    main([str(path), "--json"])
+    assert json.loads(capsys.readouterr().out)["sources"][0]["first_dropped"]["unknown shape"].endswith("foo[/z]")
 
 
 def test_a_very_long_example_is_not_shown_whole(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 from data import load_rows, open_source, parse_source
 from data.sources import Source
+from rlhf.pipeline_recipes import recipe
 
 ROWS = [{"prompt": f"q{k}", "response": f"a{k}"} for k in range(6)]
 
@@ -102,6 +103,14 @@ def test_local_path_wins_over_a_hub_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: pytest.fail("the network was touched"))
     assert len(load_rows("owner/name")[0]) == 6
+
+
+def test_local_path_wins_over_the_bundled_sample(tmp_path, monkeypatch):
+    write(tmp_path / "sample" / "train.jsonl")
+    assert recipe("recipe:llama-1m", ["sample"], 1)["ppo"]["gold_fn"]
+    monkeypatch.chdir(tmp_path)
+    assert len(load_rows("sample?limit=9")[0]) == 6
+    assert "gold_fn" not in recipe("recipe:llama-1m", ["sample"], 1)["ppo"], "the judge knows the bundled set alone"
 
 
 @pytest.mark.parametrize("name", ["./nothing", "/no/where", "nothing.jsonl", "a/b/c", "~/no/such/folder"])

@@ -422,3 +422,13 @@ def test_equal_rows_that_were_dealt_apart_are_counted(load, tmp_path):
             }
         assert "equal to a row of another stage" in parts.report["lines"][0]
     assert "rows_equal" not in load("sft", dialogue_rows(60)).report["sources"][0]
+
+
+def test_other_columns_of_a_prompt_are_kept_whatever_is_in_them(load, tmp_path):
+    """Half a pair of surrogates is no Unicode, but JSON can write it."""
+    extra = {"k\udfff": ["\ud800", {"a": None, "b": 0.1}], "id": "\u2028 é 😀"}
+    rows = [{"prompt": f"q {k}", **(extra if k % 2 else {})} for k in range(6)]
+    (tmp_path / "odd.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    items = load("ppo", tmp_path / "odd.jsonl", data_split="0,0,1", eval_fraction=0.0).train
+    kept = {item["row"]["messages"][0]["content"]: item["row"].get("extra") for item in items}
+    assert kept == {f"q {k}": extra if k % 2 else None for k in range(6)}
