@@ -2,9 +2,9 @@
 
     python -m bench.zero [--ranks 1 2] [--stages 0 1 2 3] [--dtypes bf16 fp32] [--size 34m] [--rounds 7]
 
-All contenders of one rank count and type live in the same processes and run in turn, round after round, on the same
-batches; a line gives the median over rounds of tokens per second, of its ratio to each peer, and the last loss (the
-same for all of one type, or they did not do the same). Peak memory comes from runs of each contender alone.
+Every contender has processes of its own, as its users have it, and those of one stage step in turn, round after round,
+on the same batches; a line gives the median over rounds of tokens per second, of its ratio to each peer, the last loss
+(the same for all of one type, or they did not do the same) and the peak memory of its fullest rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -43,55 +45,39 @@ def make_batches(args: argparse.Namespace) -> list[torch.Tensor]:
     return list(ids.to(engine.distributed.device()))
 
 
-def contenders(args: argparse.Namespace, ranks: int) -> dict[str, Callable[..., Any]]:
+def contenders(ranks: int, stage: int) -> dict[str, Callable[..., Any]]:
     """Name -> maker of a function that takes one optimizer step."""
-    stages = args.stages if ranks > 1 else args.stages[:1]  # over one rank all stages are one layout
     found: dict[str, Callable[..., Any]] = {}
-    for stage in stages:
-        found[f"engine-{stage}" if ranks > 1 else "engine"] = lambda *a, s=stage: zero_peers.engine_step(*a, stage=s)
+    found[f"engine-{stage}" if ranks > 1 else "engine"] = partial(zero_peers.engine_step, stage=stage)
     if ranks == 1:
         found["torch"] = zero_peers.torch_step
-    else:
+    elif stage == 0:
         found["ddp"] = zero_peers.ddp_step
-        for stage in [stage for stage in stages if stage > 0]:
-            found[f"fsdp2-{stage}"] = lambda *a, s=stage: zero_peers.fsdp2_step(*a, stage=s)
+    else:
+        found[f"fsdp2-{stage}"] = partial(zero_peers.fsdp2_step, stage=stage)
     if find_spec("deepspeed") is not None:
-        for stage in stages:
-            found[f"deepspeed-{stage}"] = lambda *a, s=stage: zero_peers.deepspeed_step(*a, stage=s)
+        found[f"deepspeed-{stage}"] = partial(zero_peers.deepspeed_step, stage=stage)
     return found
 
 
 def rank_main(
-    rank: int, ranks: int, port: int, args: argparse.Namespace, dtype: str, only: str | None, out: Any
+    rank: int, ranks: int, port: int, args: argparse.Namespace, dtype: str, make: Callable[..., Any], pipe: Connection
 ) -> None:
-    """One rank's part: every contender in turn, or `only` one of them for its memory."""
+    """One rank of one contender: a round whenever it is told to, answered with seconds a step, last loss, peak."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["WORLD_SIZE"] = str(ranks)
     torch.set_num_threads(args.threads)
     engine.init_distributed()
     before = peak_bytes()
     batches = make_batches(args)
-    makers = contenders(args, ranks)
-    steps = {
-        name: make(make_model(args), getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[dtype]), args)
-        for name, make in makers.items()
-        if only in (None, name)
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    losses: dict[str, float] = {}
-    for number in range((args.rounds if only is None else 1) + 1):  # the first round warms up
-        # there and back, so that nobody always has the same one before it
-        for name, step in list(steps.items())[:: 1 if number % 2 else -1]:
-            engine.distributed.barrier()
-            started = time.perf_counter()
-            for _ in range(args.steps):
-                losses[name] = float(step(batches))
-            engine.distributed.barrier()
-            if number:
-                seconds[name].append((time.perf_counter() - started) / args.steps)
-    peak = engine.distributed.all_reduce_max([peak_bytes() - before])[0]
-    if rank == 0:
-        out.send((seconds, losses, peak))
+    step = make(make_model(args), getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[dtype]), args)
+    while pipe.recv():
+        engine.distributed.barrier()
+        started = time.perf_counter()
+        for _ in range(args.steps):
+            loss = float(step(batches))
+        engine.distributed.barrier()
+        pipe.send(((time.perf_counter() - started) / args.steps, loss, peak_bytes() - before))
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -102,44 +88,65 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def run(ranks: int, args: argparse.Namespace, dtype: str, only: str | None = None) -> tuple[dict, dict, float]:
-    """Rank 0's figures of one set of processes."""
-    # forked from a server that has imported everything once: seconds less for each of many short runs
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench.zero_peers", "transformers.models.llama.modeling_llama"])
-    port = free_port()
-    ours, theirs = context.Pipe(duplex=False)
-    processes = [
-        context.Process(target=rank_main, args=(rank, ranks, port, args, dtype, only, theirs)) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    theirs.close()
-    try:
-        return ours.recv()
-    except EOFError:
-        raise SystemExit("error: a rank failed; its message is above") from None
-    finally:
-        for process in processes:
+class Contender:
+    """The processes of one contender."""
+
+    def __init__(self, ranks: int, args: argparse.Namespace, dtype: str, make: Callable[..., Any]):
+        # forked from a server that has imported everything once: seconds less for each
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["bench.zero_peers", "transformers.models.llama.modeling_llama"])
+        port = free_port()
+        self.pipes, self.processes = [], []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            parts = (rank, ranks, port, args, dtype, make, theirs)
+            self.processes.append(context.Process(target=rank_main, args=parts, daemon=True))
+            self.processes[-1].start()
+            theirs.close()
+            self.pipes.append(ours)
+
+    def round(self) -> tuple[float, float, float]:
+        """Seconds a step, last loss and peak bytes, the most of all ranks."""
+        for pipe in self.pipes:
+            pipe.send(True)
+        try:
+            seconds, losses, peaks = zip(*(pipe.recv() for pipe in self.pipes), strict=True)
+        except EOFError:
+            raise SystemExit("error: a rank failed; its message is above") from None
+        return max(seconds), losses[0], max(peaks)
+
+    def leave(self) -> None:
+        for pipe in self.pipes:
+            pipe.send(False)
+        for process in self.processes:
             process.join()
 
 
-def report(ranks: int, dtype: str, args: argparse.Namespace) -> None:
+def report(ranks: int, dtype: str, stage: int, args: argparse.Namespace) -> None:
     """Print one JSON line a contender."""
-    seconds, losses, _ = run(ranks, args, dtype)
+    group = {name: Contender(ranks, args, dtype, make) for name, make in contenders(ranks, stage).items()}
+    seconds: dict[str, list[float]] = {name: [] for name in group}
+    last: dict[str, tuple[float, float]] = {}
+    for number in range(args.rounds + 1):  # the first round warms up
+        # there and back, so that nobody always has the same one before it
+        for name, contender in list(group.items())[:: 1 if number % 2 else -1]:
+            took, *last[name] = contender.round()
+            if number:
+                seconds[name].append(took)
+    for contender in group.values():
+        contender.leave()
     tokens = args.micro * args.length * args.accumulation * ranks
-    peers = [name for name in seconds if not name.startswith("engine")]
+    own_name, *peers = seconds
     for name, own in seconds.items():
         line: dict[str, Any] = {"ranks": ranks, "dtype": dtype, "name": name}
         line["tokens_per_second"] = round(tokens / statistics.median(own), 1)
-        if name.startswith("engine"):
+        if name == own_name:
             for peer in peers:
                 # of rounds side by side, so that a slow moment of the machine hits both
                 ratios = [theirs / ours for ours, theirs in zip(own, seconds[peer], strict=True)]
                 line[f"to_{peer}"] = round(statistics.median(ratios), 3)
-        line["loss"] = round(losses[name], 4)
-        if not args.no_memory:
-            line["peak_mb"] = round(run(ranks, args, dtype, only=name)[2] / 2**20, 1)
+        loss, peak = last[name]
+        line.update(loss=round(loss, 4), peak_mb=round(peak / 2**20, 1))
         print(json.dumps(line), flush=True)
 
 
@@ -155,11 +162,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps a contender takes in a round")
     parser.add_argument("--threads", type=int, default=1, help="processor threads a rank")
-    parser.add_argument("--no-memory", action="store_true", help="skip the runs that measure memory")
     args = parser.parse_args()
     for ranks in args.ranks:
         for dtype in args.dtypes:
-            report(ranks, dtype, args)
+            for stage in args.stages if ranks > 1 else args.stages[:1]:  # over one rank all stages are one layout
+                report(ranks, dtype, stage, args)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from torch import nn
 from engine import distributed
 from engine.config import EngineConfig
 from engine.cpu_linear import has_slow_mkl, use_onednn
+from engine.host_memory import keep_freed_memory
 from engine.optimizers import build_optimizer, parameter_groups
 from engine.replicated import ReplicatedParameters
 from engine.schedules import build_scheduler
@@ -51,8 +52,10 @@ def place_parameters(
 ) -> ReplicatedParameters | ShardedParameters:
     """Lay the model's parameters out as the ZeRO stage says, from the main rank's values."""
     _broadcast_from_main(model, device)
-    if device.type == "cpu" and has_slow_mkl():
-        use_onednn(model)
+    if device.type == "cpu":
+        keep_freed_memory()
+        if has_slow_mkl():
+            use_onednn(model)
     zero = config.zero_optimization
     offload = zero.offloads_parameters or zero.offloads_optimizer
     if zero.stage == 0 or (distributed.world_size() == 1 and not offload):

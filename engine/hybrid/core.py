@@ -7,6 +7,7 @@ import logging
 import torch
 from torch import nn
 
+from engine import host_memory
 from engine.adapters import check_adapters
 from engine.hybrid import passthrough, scheduler
 from engine.hybrid.decoder import Model
@@ -88,10 +89,11 @@ class Core:
             self.model.release_weights()
 
     def release(self) -> None:
-        """Give back the inference weights and the workspace."""
+        """Give back the inference weights and the workspace, to the system too."""
         self.release_weights()
         if self.model is not None:
             self.model.workspace.release()
+        host_memory.trim()
 
     def run(
         self,
