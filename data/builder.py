@@ -22,6 +22,7 @@ from data.store import Item, StoreWriter
 
 CACHE_VERSION = 7
 BATCH_RECORDS = 2048
+MOST_ITEMS = 2**31
 
 
 @dataclass
@@ -144,6 +145,11 @@ class Builder:
         part = split_rows(n, ratios, self.seed)[STAGES.index(self.rules.stage)]
         to_train, to_eval = (part, []) if opened.eval else hold_out(part, self.eval_fraction)
         deal = Deal(np.full(n, -1, dtype=np.int64), np.zeros(n, dtype=bool), weight)
+        if len(to_train) * weight > MOST_ITEMS:
+            raise ValueError(
+                f"{opened.source.name}: {len(to_train)} rows with weight {weight:g} are more than {MOST_ITEMS:,} an "
+                "epoch: lower the weight"
+            )
         deal.copies[to_train] = repeats(len(to_train), weight, self.seed, number)
         deal.held_out[to_eval] = True
         self.add_records(opened, opened.train, deal, writers, report)

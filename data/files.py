@@ -13,7 +13,8 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -51,8 +52,10 @@ def file_kind(path: Path) -> str | None:
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """The unpacked bytes of a file."""
+    """The unpacked bytes of a file. Raises EOFError for a packed file of no bytes: its packing alone has some."""
     suffix = path.suffix.lower()
+    if suffix in PACKINGS and path.stat().st_size == 0:
+        raise EOFError("it is empty")
     if suffix in (".gz", ".gzip"):
         return gzip.open(path, "rb")
     if suffix in (".zst", ".zstd"):
@@ -220,9 +223,10 @@ def _read_table(path: Path, delimiter: str) -> Iterator[Record | BadRecord]:
     with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as file:
         try:
             rows = csv.reader(file, delimiter=delimiter, strict=True)
-            header = next(rows, None)
-            if header is None:
+            header = [name.strip() for name in next(filter(None, rows), [])]
+            if not header:
                 return
+            _check_columns(path, header)
             for row in rows:
                 if not row:
                     continue
@@ -238,13 +242,22 @@ def _read_table(path: Path, delimiter: str) -> Iterator[Record | BadRecord]:
             raise ValueError(f"{path}: not UTF-8 near line {rows.line_num}: save it as UTF-8") from error
 
 
+def _check_columns(path: Path, names: Sequence[str]) -> None:
+    """Raises ValueError for a table with two columns of one name: a record has room for one of them."""
+    twice = next((name for name, count in Counter(names).items() if name and count > 1), None)
+    if twice is not None:
+        raise ValueError(f"{path}: it has several columns named {twice!r}: rename or remove all but one")
+
+
 def _read_parquet(path: Path) -> Iterator[Record | BadRecord]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         source = path if path.suffix.lower() not in PACKINGS else pyarrow.BufferReader(_all_bytes(path))
-        for batch in pyarrow.parquet.ParquetFile(source).iter_batches(BATCH_ROWS):
+        file = pyarrow.parquet.ParquetFile(source)
+        _check_columns(path, file.schema_arrow.names)
+        for batch in file.iter_batches(BATCH_ROWS):
             yield from _batch_rows(batch)
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path}: not a parquet file ({_one_line(error)})") from error
@@ -262,7 +275,8 @@ def _read_arrow(path: Path) -> Iterator[Record | BadRecord]:
             batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
         except pyarrow.ArrowInvalid:
             source.seek(0)
-            batches = iter(pyarrow.ipc.open_stream(source))
+            batches = reader = pyarrow.ipc.open_stream(source)
+        _check_columns(path, reader.schema.names)
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 yield from _batch_rows(batch.slice(start, BATCH_ROWS))

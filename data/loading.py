@@ -55,10 +55,12 @@ def read_rows(
         wanted: tells for a record's number why it is not wanted, or None.
 
     Raises:
-        ValueError: a bad row under "error", or far too many of them.
+        ValueError: a bad row under "error", or far too many of them; `columns` names one that no row has.
     """
     for number, (place, record) in enumerate(records):
         report.rows_read += 1
+        if len(report.columns_found) < len(source.columns) and isinstance(record, dict):
+            report.columns_found |= source.columns.keys() & record.keys()
         reason = wanted(number)
         if reason is not None:
             report.drop(reason)
@@ -83,6 +85,9 @@ def read_rows(
             )
         yield number, place, rows
     report.check_malformed(bad_rows.limit)
+    absent = source.columns.keys() - report.columns_found
+    if absent and report.rows_read:
+        raise ValueError(f"{source.name}: columns names {', '.join(sorted(map(repr, absent)))}, which no row has")
 
 
 def _renamed(record: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:

@@ -46,7 +46,8 @@ MALFORMED = frozenset(
 
 @dataclass
 class SourceReport:
-    """Counts of one source, which is the `number`-th of its run; `unseen` rows were never looked into.
+    """Counts of one source, which is the `number`-th of its run; `unseen` rows were never looked into;
+    `columns_found`: which of the columns that the source renames some row has.
 
     `shapes`: rows of each recognised shape, `shape_reasons`: what they were recognised by; `rows_cut`: rows shortened
     to fit; `rows_equal`: rows of the stage that equal one dealt elsewhere, see `data.duplicates`.
@@ -69,6 +70,7 @@ class SourceReport:
     sha256: str | None = None
     number: int = 0
     unseen: int = 0
+    columns_found: set[str] = field(default_factory=set)
 
     def drop(self, reason: str, example: str = "", count: int = 1) -> None:
         """Counts a dropped row, or `count` of them; the first of each reason is kept in words."""

@@ -118,6 +118,8 @@ def _parse_columns(source: str, text: str) -> dict[str, str]:
         name, arrow, meaning = pair.partition(">")
         if not (name and arrow and meaning):
             raise ValueError(f"source {source!r}: columns {pair!r} must be written like question>prompt")
+        if name in columns or meaning in columns.values():
+            raise ValueError(f"source {source!r}: columns {pair!r}: each name and each meaning can be there once")
         columns[name] = meaning
     return columns
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import itertools
 import json
 
 import pyarrow
@@ -121,11 +122,32 @@ def test_table_with_a_short_line(tmp_path):
     assert report["rows_dropped"] == {"wrong number of cells": 1}
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.parquet", "rows.arrow", "rows.json", "rows.jsonl.zst"])
-def test_damaged_files_are_named(tmp_path, name):
+@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet", "rows.arrow"])
+def test_two_columns_of_one_name_are_refused_and_names_are_stripped(tmp_path, name):
+    path = tmp_path / name
+    if name == "rows.csv":
+        path.write_text("\nprompt, response,,\nq,a,,\n")
+        assert list(read_file(path)) == [{"prompt": "q", "response": "a", "": None}]
+        path.write_text("prompt,response, prompt\nq,a,b\n")
+    else:
+        table = pyarrow.table([["q"], ["a"], ["b"]], names=["prompt", "response", "prompt"])
+        if name == "rows.parquet":
+            pyarrow.parquet.write_table(table, path)
+        else:
+            with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+                writer.write_table(table)
+    with pytest.raises(ValueError, match=f"^{path}: it has several columns named 'prompt': rename or remove all but"):
+        list(read_file(path))
+
+
+BINARY = ["rows.jsonl.gz", "rows.parquet", "rows.arrow", "rows.jsonl.zst"]
+
+
+@pytest.mark.parametrize(("name", "part"), [("rows.json", 0.5), *itertools.product(BINARY, (0, 0.5))])
+def test_damaged_files_are_named(tmp_path, name, part):
     path = tmp_path / name
     content = write(path, ROWS * 20).read_bytes()
-    path.write_bytes(content[: len(content) // 2])
+    path.write_bytes(content[: int(len(content) * part)])
     with pytest.raises(ValueError, match=f"^{path}") as error:
         list(read_file(path))
     assert "\n" not in str(error.value)

@@ -41,6 +41,7 @@ def test_weight_and_options():
         ("x:-1", "weight -1 must be a number of at least 0"),
         ("x?shape=square", "unknown shape 'square'"),
         ("x?columns=a", "columns 'a' must be written like question>prompt"),
+        ("x?columns=a>b,c>b", "columns 'c>b': each name and each meaning can be there once"),
     ],
 )
 def test_mistakes_are_named(text, message):
@@ -96,6 +97,13 @@ def test_limit_and_columns(tmp_path):
         ("\n\nHuman: hi\n\nAssistant:", "a1"),
     ]
     assert report["rows_read"] == 2
+
+
+def test_a_column_that_no_row_has_is_named(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [*ROWS, {"ask": "q", "response": "a"}])
+    assert load_rows(f"{path}?columns=ask>prompt", max_bad_rows=1.0)[1]["rows_used"] == 1  # others have none
+    with pytest.raises(ValueError, match="rows.jsonl: columns names 'reply', which no row has"):
+        load_rows(f"{path}?columns=prompt>prompt,reply>response")
 
 
 def test_local_path_wins_over_a_hub_name(tmp_path, monkeypatch):

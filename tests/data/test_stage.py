@@ -144,6 +144,12 @@ def test_answers_marked_bad_are_not_taught(load):
     assert len(load("ppo", rows, data_split="0,0,1", eval_fraction=0.0).train) == 10
 
 
+def test_a_weight_beyond_all_memory_is_refused(load, tmp_path):
+    path = write(tmp_path / "rows.jsonl", dialogue_rows(20))
+    with pytest.raises(ValueError, match=r"rows.jsonl: 6 rows with weight 1e\+12 are more than .*: lower the weight"):
+        load("sft", f"{path}:1e12")
+
+
 def test_weights_and_several_sources(load, tmp_path):
     half, twice, only = (tmp_path / f"{name}.jsonl" for name in ("half", "twice", "only"))
     for path in (half, twice, only):
