@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -26,6 +27,8 @@ import torch.distributed as dist
 META = "meta.json"
 LEFTOVER_SECONDS = 24 * 3600
 END_BYTES = 1 << 16
+_LEFTOVER = re.compile(r"\..+-\d+-[0-9a-f]{8}(\.tmp-damaged)?\.tmp")
+"""Temporary names of `build_once`."""
 
 
 def content_hash(path: Path) -> str:
@@ -136,13 +139,15 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
 
 
 def _clear_leftovers(folder: Path) -> None:
-    """Removes what killed builds left behind a day ago or earlier."""
+    """Removes what killed builds left behind a day ago or earlier; nothing of others, whose folder this may be too."""
     for path in folder.glob(".*.tmp"):
+        if not _LEFTOVER.fullmatch(path.name):
+            continue
         try:
-            old = time.time() - path.stat().st_mtime > LEFTOVER_SECONDS
+            latest = max(part.stat().st_mtime for part in (path, *path.rglob("*")))
         except FileNotFoundError:
             continue
-        if old:
+        if time.time() - latest > LEFTOVER_SECONDS:
             shutil.rmtree(path, ignore_errors=True)
 
 

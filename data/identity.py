@@ -19,7 +19,7 @@ from data.sources import Source
 
 CONTENT, TOKENIZER = "content", "tokenizer"
 _FIX = {
-    CONTENT: "put its files back as they were, or begin anew without the saved position",
+    CONTENT: "put its files back as they were, or begin anew in another --output_dir",
     TOKENIZER: "resume with the tokenizer and chat template of the run that saved it",
 }
 _FIX_FLAGS = "resume with the data flags of the run that saved it"

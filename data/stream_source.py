@@ -111,14 +111,14 @@ class SourceStream:
                 dropped = {reason: count for reason, count in self.report.rows_dropped.items() if count}
                 raise ValueError(
                     f"{self.opened.source.name}: no usable row for stage {self.rules.stage} on rank {self.flow.rank}: "
-                    f"{dropped}"
+                    f"{dropped or 'it got none'}: give more data, or fewer processes, or leave out --streaming"
                 )
             self.position = Position(start.passes + 1)
 
     def _other_rows(self) -> ValueError:
         return ValueError(
             f"{self.opened.source.name}: the rows before the saved position are not those that were read then: put "
-            "its files back as they were, or begin anew without the saved position"
+            "its files back as they were, or begin anew in another --output_dir"
         )
 
     def _give(self, number: int, place: str, items: list[Item | Refused], start: Position) -> Iterator[dict[str, Any]]:

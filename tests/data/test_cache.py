@@ -200,9 +200,14 @@ def test_a_kill_in_the_middle_leaves_no_half_cache(tmp_path):
     assert cache.read_meta(folder) is None
     assert cache.build_once(folder, lambda temporary: {"by": 0})["by"] == 0
     leftover = next(tmp_path.glob("cache/.key*"))
-    os.utime(leftover, (0, 0))
+    (others := tmp_path / "cache" / ".others.tmp").mkdir()
+    for path in (others, leftover):
+        os.utime(path, (0, 0))
     cache.build_once(tmp_path / "cache" / "other", lambda temporary: {})
-    assert not leftover.exists()
+    assert leftover.exists() and others.exists(), "a build goes on that has written a file today"
+    os.utime(leftover / "started", (0, 0))
+    cache.build_once(tmp_path / "cache" / "another", lambda temporary: {})
+    assert others.exists() and not leftover.exists()
 
 
 def _rank_rows(rank, world_size, folder):

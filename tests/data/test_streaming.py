@@ -86,8 +86,10 @@ def test_batches_and_drops(tmp_path):
 
 def test_nothing_usable_is_an_error(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "alone"}\n')
-    with pytest.raises(ValueError, match="no usable row for stage reward on rank 0: {'no pair of answers': 1}"):
+    with pytest.raises(ValueError, match="no usable row for stage reward on rank 0: {'no pair of answers': 1}: give"):
         next(iter(stream(tmp_path / "rows.jsonl", "reward", data_split="0,1,0")))
+    with pytest.raises(ValueError, match="no usable row for stage ppo on rank 1: it got none: give more data, or few"):
+        next(iter(stream(tmp_path / "rows.jsonl", rank=1, world_size=2)))
 
 
 def test_hub_sets_are_not_downloaded_first(monkeypatch):
