@@ -38,6 +38,7 @@ def _rank_main(
         MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",
         HF_HUB_OFFLINE="1",
+        TORCH_FR_BUFFER_SIZE="0",  # torch's notes on the last 2000 collectives would look like memory leaking
     )
     faulthandler.enable()  # a rank that dies in native code says where it was
     import torch

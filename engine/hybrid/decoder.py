@@ -77,6 +77,7 @@ class Model:
                 if f"{role}.weight" in bucket:
                     self.outer[role] = self._linear(bucket, role)
             head = {**head, **{name: bucket[name] for name in ("head.weight", "head.bias") if name in bucket}}
+            del bucket  # what was packed goes before the next bucket is taken
         weight = head.get("head.weight", self.tables["embedding"])  # none of its own: tied
         self.outer["head"] = make_linear(weight, head.get("head.bias"), self.packed)
         self.layers = layers

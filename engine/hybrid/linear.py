@@ -2,6 +2,10 @@
 
 The blocked format is used wherever torch was built with oneDNN for the type at hand: it was faster than the
 plain matrix product at every size tried (for fp32 on AMD by 3x, since MKL has no path of its own there).
+
+oneDNN compiles a kernel for every shape it meets, 0.5 MB of it and its copies, and torch keeps the last 1024: a process
+grows by up to 0.45 GB while the numbers of rows vary (by 0.6 GB in bf16, in plain linear layers too). The environment's
+`LRU_CACHE_CAPACITY` and `ONEDNN_PRIMITIVE_CACHE_CAPACITY` bound it, at 0.5 ms for a kernel made again.
 """
 
 from __future__ import annotations

@@ -2,14 +2,16 @@
 
 Where parameters rest as rows on all ranks, each bucket (some layers) is one all-to-all in which every rank
 sends, already in the compute dtype, exactly those rows and columns that others keep. Both sides derive the
-same order of segments from the same plan, so no description travels with the data. Replicated parameters
-need no traffic at all.
+same order of segments from the same plan, so no description travels with the data. Beside the two layouts a
+rank holds what it sends and receives of one bucket, and its own rows of that bucket's adapted weights, merged.
+Replicated parameters need no traffic at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -104,9 +106,8 @@ class Swap:
     # -- running ---------------------------------------------------------------------------------------
 
     def _empty(self, target: Target) -> torch.Tensor:
-        device = self.sources.parameter(target.pieces[0].source).device if target.pieces else torch.device("cpu")
         covered = sum((p.rows[1] - p.rows[0]) * (p.cols[1] - p.cols[0]) for p in target.pieces) == target.numel
-        return (torch.empty if covered else torch.zeros)(target.shape, dtype=self.dtype, device=device)
+        return (torch.empty if covered else torch.zeros)(target.shape, dtype=self.dtype, device=self.sources.device)
 
     def _copy(self, tensors: dict[int, torch.Tensor]) -> None:
         for i, tensor in tensors.items():
@@ -118,25 +119,21 @@ class Swap:
         world, me = dist.get_world_size(), self.rank
         sent = {segment.piece.source for segment in segments if segment.sender == me}
         # reading adapters may be collective: every rank reads every adapted weight, in the same order
-        local = {
-            name: self.sources.local_rows(name) for name in names if name in sent or self.sources.adapter_factors(name)
-        }
-        outgoing: list[list[torch.Tensor]] = [[] for _ in range(world)]
+        local = {name: self._rows(name) for name in names if name in sent or self.sources.adapter_factors(name)}
         for segment in segments:
-            if segment.sender != me:
-                continue
-            block = self._block(local, segment)
-            if segment.receiver == me:
-                _region(tensors[segment.target], segment.piece, segment.rows).copy_(block)
-            else:
-                outgoing[segment.receiver].append(block.reshape(-1).to(self.dtype))
+            if segment.sender == segment.receiver == me:
+                _region(tensors[segment.target], segment.piece, segment.rows).copy_(self._block(local, segment))
+        leaving = [[s for s in segments if s.sender == me and s.receiver == r != me] for r in range(world)]
         arriving = [[s for s in segments if s.receiver == me and s.sender == r != me] for r in range(world)]
-        send_sizes = [sum(block.numel() for block in blocks) for blocks in outgoing]
-        receive_sizes = [sum(s.numel for s in row) for row in arriving]
-        device = next(iter(tensors.values())).device
-        flat = [block for blocks in outgoing for block in blocks]
-        send = torch.cat(flat) if flat else torch.empty(0, dtype=self.dtype, device=device)
-        receive = torch.empty(sum(receive_sizes), dtype=self.dtype, device=device)
+        send_sizes, receive_sizes = ([sum(s.numel for s in row) for row in rows] for rows in (leaving, arriving))
+        send = torch.empty(sum(send_sizes), dtype=self.dtype, device=self.sources.device)
+        receive = torch.empty(sum(receive_sizes), dtype=self.dtype, device=self.sources.device)
+        offset = 0
+        for segment in chain.from_iterable(leaving):
+            block = self._block(local, segment)
+            send[offset : offset + segment.numel].view(block.shape).copy_(block)
+            offset += segment.numel
+        del local
         # as bytes: not every backend carries every floating-point type
         size = receive.element_size()
         dist.all_to_all_single(
@@ -147,12 +144,16 @@ class Swap:
         )
         self.bytes_received += receive.numel() * size
         offset = 0
-        for row in arriving:
-            for segment in row:
-                region = _region(tensors[segment.target], segment.piece, segment.rows)
-                block = receive[offset : offset + segment.numel]
-                region.copy_(block.view(segment.rows[1] - segment.rows[0], -1))
-                offset += segment.numel
+        for segment in chain.from_iterable(arriving):
+            region = _region(tensors[segment.target], segment.piece, segment.rows)
+            block = receive[offset : offset + segment.numel]
+            region.copy_(block.view(segment.rows[1] - segment.rows[0], -1))
+            offset += segment.numel
+
+    def _rows(self, name: str) -> torch.Tensor:
+        rows = self.sources.local_rows(name)
+        # merged ones are a copy, which may as well be in the smaller type
+        return rows.to(self.dtype) if self.sources.adapter_factors(name) else rows
 
     def _block(self, local: dict[str, torch.Tensor], segment: _Segment) -> torch.Tensor:
         owners = self.sources.owners(segment.piece.source)

@@ -63,6 +63,11 @@ class Sources:
         return self._sources[name].parameter
 
     @property
+    def device(self) -> torch.device:
+        """Where the parameters rest."""
+        return next(iter(self._sources.values())).parameter.device
+
+    @property
     def names(self) -> list[str]:
         return list(self._sources)
 

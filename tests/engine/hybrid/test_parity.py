@@ -7,6 +7,7 @@ import torch
 from transformers import GPTNeoConfig
 
 from engine.hybrid import Generator, scheduler
+from engine.hybrid.attention import Prompts
 from tests.engine.hybrid import tiny
 
 NEW = 14
@@ -39,6 +40,24 @@ def test_greedy_tokens_and_their_probabilities(name):
 @pytest.mark.parametrize("name", tiny.ROTARY)
 def test_rotary_scalings_past_the_trained_length(name):
     check_same(tiny.ROTARY[name])
+
+
+@pytest.mark.parametrize("name", {**tiny.FAMILIES, **tiny.ROTARY})
+def test_logits_after_every_token_of_a_prompt(name):
+    """Not only the last, from which answers go on."""
+    model = tiny.build({**tiny.FAMILIES, **tiny.ROTARY}[name])
+    ids, mask = tiny.batch()
+    core = Generator(model).core
+    core.sync()
+    core.model.workspace.open(len(ids), 16, 0)
+    core.model.workspace.widen(9, 0)
+    plan = Prompts(core.model.heads, mask.sum(1).tolist(), 0, 0, core.device)
+    with torch.no_grad():
+        got = core.model._run(ids[mask.bool()], plan.positions, 9, plan, None)
+        positions = {} if model.config.model_type == "bloom" else {"position_ids": (mask.cumsum(1) - 1).clamp(0)}
+        expected = model(ids, attention_mask=mask, **positions).logits[mask.bool()]
+    assert got.shape == (29, tiny.VOCABULARY)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
 def test_padding_side_and_amount_do_not_matter():
