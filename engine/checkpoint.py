@@ -110,6 +110,21 @@ class Background:
             raise error
 
 
+def read_counters(folder: str | Path, tag: str | None = None) -> dict[str, Any]:
+    """What a checkpoint counts, with nothing loaded: `global_steps`, `train_batch_size` and so on, and the caller's
+    `client_state`. Collective; for plans that an engine is then made by.
+
+    Raises:
+        FileNotFoundError: as `Engine.load_checkpoint`, which also checks the files.
+    """
+    folder = Path(folder)
+    tag = _agree(lambda: checkpoint_files.find(folder, None if tag is None else str(tag)))
+    path = folder / tag / "engine.pt"
+    if not path.exists():
+        raise FileNotFoundError(f"checkpoint {path.parent} is damaged: {path.name} is missing")
+    return torch.load(path, weights_only=False)
+
+
 def load(engine: Any, folder: Path, tag: str | None) -> tuple[Path, dict]:
     """See `Engine.load_checkpoint`."""
     engine.wait_for_checkpoint()
@@ -276,6 +291,7 @@ def _counters(engine: Any) -> dict[str, Any]:
         "window": engine.gradient_accumulation_steps(),
         "skipped_steps": engine.skipped_steps,
         "global_samples": engine.global_samples,
+        "train_batch_size": engine.train_batch_size(),
         "scaler": engine.scaler.state_dict(),
         "accumulation": engine.accumulation.state_dict(),
         "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,

@@ -3,14 +3,16 @@
     feed = open_feed(data.train, batch_size, args)
     epoch, numbers, items = next(feed)
 
-`numbers` tell items apart: a stored item keeps its number, an item of a stream has a new one each time. The state of
-a feed goes into the checkpoint, and a feed that loads it goes on with the next item.
+`feed.given` counts the micro-batches. `numbers` tell items apart: a stored item keeps its number, an item of a stream
+has a new one each time. The state of a feed goes into the checkpoint, and a feed that loads it goes on with the next
+item.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -18,6 +20,8 @@ import torch.distributed as dist
 from data import BatchSampler, ItemStream, plan_packs
 from data.identity import refuse_other
 from engine import distributed
+from engine.checkpoint import read_counters
+from rlhf.steps import NOTHING, Done
 from rlhf.training import batch_stream, sampler_for
 
 
@@ -61,7 +65,7 @@ class StoredFeed:
     ):
         self.batches_per_epoch: int | None = len(sampler)
         self._items, self._sampler, self._identity, self._packs = items, sampler, identity, packs
-        self._given = 0
+        self.given = 0
         self._running: Iterator[tuple[int, list[int]]] | None = None
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -69,16 +73,16 @@ class StoredFeed:
 
     def __next__(self) -> MicroBatch:
         if self._running is None:
-            self._running = batch_stream(self._sampler, self._given)
+            self._running = batch_stream(self._sampler, self.given)
         epoch, numbers = next(self._running)
-        self._given += 1
+        self.given += 1
         if self._packs is None:
             return MicroBatch(epoch, numbers, [self._items[i] for i in numbers])
         return MicroBatch(epoch, numbers, [[self._items[i] for i in self._packs[pack]] for pack in numbers])
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, and how many rows of it all ranks together have been given: the same for any number of ranks."""
-        epoch, batches = divmod(self._given, len(self._sampler))
+        epoch, batches = divmod(self.given, len(self._sampler))
         return {"epoch": epoch, "rows": batches * self._sampler.global_size, "identity": self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -91,7 +95,7 @@ class StoredFeed:
         if "rows" not in state:
             raise ValueError("the checkpoint is of a run with --streaming: resume it with the same flag")
         refuse_other(state.get("identity"), self._identity)
-        self._given = state["epoch"] * len(self._sampler) + state["rows"] // self._sampler.global_size
+        self.given = state["epoch"] * len(self._sampler) + state["rows"] // self._sampler.global_size
         self._running = None
 
 
@@ -102,7 +106,7 @@ class StreamFeed:
 
     def __init__(self, stream: ItemStream, batch_size: int):
         self._stream, self._batch_size = stream, batch_size
-        self._given = 0
+        self.given = 0
         self._running: Iterator[list[dict[str, Any]]] | None = None
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -112,8 +116,8 @@ class StreamFeed:
         if self._running is None:
             self._running = self._stream.batches(self._batch_size)
         items = next(self._running)
-        first = (self._given * distributed.world_size() + distributed.rank()) * self._batch_size
-        self._given += 1
+        first = (self.given * distributed.world_size() + distributed.rank()) * self._batch_size
+        self.given += 1
         return MicroBatch(self._stream.passes, list(range(first, first + len(items))), items)
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,7 +125,7 @@ class StreamFeed:
         streams = [self._stream.state_dict()] * distributed.world_size()
         if distributed.world_size() > 1:
             dist.all_gather_object(streams, streams[0])
-        return {"batches": self._given, "streams": streams}
+        return {"batches": self.given, "streams": streams}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on with the next item of this rank.
@@ -137,8 +141,26 @@ class StreamFeed:
                 f"{distributed.world_size()}: resume with as many"
             )
         self._stream.load_state_dict(state["streams"][distributed.rank()])
-        self._given = state["batches"]
+        self.given = state["batches"]
         self._running = None
 
 
 Feed = StoredFeed | StreamFeed
+
+
+def take_up(feed: Feed, folder: Path, micro_batch: int, args: argparse.Namespace) -> Done:
+    """With `--resume`, bring `feed` to where the run whose checkpoints lie in `folder` stopped. Collective.
+
+    Returns:
+        What the plan of optimizer steps has to begin with where that run had another global batch; nothing where it
+        had the same, for then its plan is this run's.
+    """
+    if not args.resume:
+        return NOTHING
+    counters = read_counters(folder)
+    feed.load_state_dict(counters["client_state"]["data"])
+    global_batch = micro_batch * args.gradient_accumulation_steps * distributed.world_size()
+    # checkpoints written before it was saved do not tell
+    if counters.get("train_batch_size", global_batch) == global_batch:
+        return NOTHING
+    return Done(counters["global_steps"], feed.given)

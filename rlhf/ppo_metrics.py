@@ -41,7 +41,7 @@ class UpdateFigures:
         means |= {"critic_loss": self.critic_loss} if self.critic_loss is not None else {}
         sums = {k: (float(v.detach()) * self.tokens, float(self.tokens)) for k, v in means.items()}
         losses = {"actor_loss": self.actor_loss, "ptx_loss": self.ptx_loss}
-        sums |= {k: (float(v) * self.units, float(self.units)) for k, v in losses.items() if v is not None}
+        sums |= {k: (float(v.detach()) * self.units, float(self.units)) for k, v in losses.items() if v is not None}
         return sums, {"ratio_max": float(self.figures["ratio_max"]), "activation_bytes": float(self.activations)}
 
 

@@ -108,6 +108,11 @@ def save(args: Namespace, models: Models, kept: dict[str, Any], iteration: int) 
         trained.save_checkpoint(checkpoint_folder(args, name), tag=f"iteration{iteration}", client_state=state)
 
 
+def last_checkpoints(args: Namespace) -> Path:
+    """The folder whose `latest` names a tag that all engines have: `save` writes it last."""
+    return checkpoint_folder(args, "actor" if args.advantage_estimator in CRITIC_FREE else "critic")
+
+
 def resume(args: Namespace, models: Models, kept: dict[str, Any]) -> int:
     """Load the last checkpoint that all engines have, and the states of `kept`; returns its iteration."""
     trained = _trained(models)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from rlhf.choices import CRITIC_FREE, GROUPED
-from rlhf.steps import count_steps
+from rlhf.steps import NOTHING, Done, count_steps
 
 GROUP_SIZE = 8  # answers a prompt of grpo and rloo when not said
 
@@ -90,8 +90,9 @@ def answers_per_iteration(args: Namespace) -> int:
     return args.per_device_generation_batch_size * args.generation_batches * args.num_samples_per_prompt
 
 
-def count_ppo_steps(iterations_per_epoch: int | None, answers: int, args: Namespace) -> int:
-    """Optimizer steps of the run: whole accumulation windows over all iterations, at most `--max_steps`.
+def count_ppo_steps(iterations_per_epoch: int | None, answers: int, args: Namespace, done: Done = NOTHING) -> int:
+    """Optimizer steps of the run: whole accumulation windows over all iterations, at most `--max_steps`. After `done`
+    it is what that made and what remains makes.
 
     Raises:
         ValueError: there is not one whole step in the data, or a stream without `--max_steps`.
@@ -102,7 +103,8 @@ def count_ppo_steps(iterations_per_epoch: int | None, answers: int, args: Namesp
     if iterations_per_epoch is None:
         return min(limits) if limits else count_steps(None, args)
     micro = args.ppo_epochs * -(-answers // args.per_device_training_batch_size)
-    steps = args.num_train_epochs * iterations_per_epoch * micro // args.gradient_accumulation_steps
+    remaining = max(0, args.num_train_epochs * iterations_per_epoch - done.batches)
+    steps = done.steps + remaining * micro // args.gradient_accumulation_steps
     if steps == 0:
         raise ValueError(
             f"the prompts make {iterations_per_epoch} batch(es) of {answers} answers a process, too few for one "

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from typing import NamedTuple
 
 
-def count_steps(batches_per_epoch: int | None, args: argparse.Namespace) -> int:
+class Done(NamedTuple):
+    """What a run with another global batch than its checkpoint's begins with: optimizer steps made, and batches of its
+    feed that they took, counted in this run's size."""
+
+    steps: int = 0
+    batches: int = 0
+
+
+NOTHING = Done()
+
+
+def count_steps(batches_per_epoch: int | None, args: argparse.Namespace, done: Done = NOTHING) -> int:
     """Optimizer steps of a run: whole accumulation windows over all epochs, at most `--max_steps`. A stream, which
-    does not know its epochs (None), runs for `--max_steps`.
+    does not know its epochs (None), runs for `--max_steps`. After `done` it is what that made and what remains makes.
 
     Raises:
         ValueError: there is not one whole step in the data, or a stream without `--max_steps`.
@@ -16,7 +28,8 @@ def count_steps(batches_per_epoch: int | None, args: argparse.Namespace) -> int:
         if not args.max_steps:
             raise ValueError("--streaming does not know how many rows there are: say with --max_steps when to stop")
         return args.max_steps
-    steps = args.num_train_epochs * batches_per_epoch // args.gradient_accumulation_steps
+    remaining = max(0, args.num_train_epochs * batches_per_epoch - done.batches)
+    steps = done.steps + remaining // args.gradient_accumulation_steps
     if steps == 0:
         raise ValueError(
             f"{args.num_train_epochs} epoch(s) of {batches_per_epoch} micro-batch(es) make no optimizer step with "

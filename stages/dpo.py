@@ -23,7 +23,7 @@ from data import collate_answers
 from rlhf.arguments import dpo_parser, parse
 from rlhf.dry_run import dry_run
 from rlhf.experience import answer_logprobs
-from rlhf.feed import open_feed
+from rlhf.feed import open_feed, take_up
 from rlhf.launch import stage_main
 from rlhf.lora import WithoutAdapters
 from rlhf.losses import dpo_loss
@@ -56,7 +56,8 @@ def main(argv: list[str] | None = None) -> None:
     micro_batch = args.per_device_train_batch_size
     feed = open_feed(data.train, micro_batch, args)
     collate = collate_with(collate_answers, tokenizer, args)
-    total_steps = count_steps(feed.batches_per_epoch, args)
+    done = take_up(feed, checkpoint_folder(args), micro_batch, args)
+    total_steps = count_steps(feed.batches_per_epoch, args, done)
     # no dropout unless asked for: with it the policy would not start at the reference
     model = load_actor(args.model_name_or_path, dropout=args.dropout or 0.0)
     eng = stage_engine(model, args, path=args.model_name_or_path, total_steps=total_steps)
@@ -68,8 +69,7 @@ def main(argv: list[str] | None = None) -> None:
             inference_config(args, zero_stage=args.zero_stage, micro_batch=micro_batch, offload=args.offload),
         ).eval()
     if args.resume:
-        _, state = eng.load_checkpoint(checkpoint_folder(args))
-        feed.load_state_dict(state["data"])
+        eng.load_checkpoint(checkpoint_folder(args))
 
     accumulation = args.gradient_accumulation_steps
     eval_interval = evaluation_interval(feed.batches_per_epoch, args)

@@ -21,14 +21,14 @@ from rlhf.dry_run import dry_run
 from rlhf.estimators import estimate_advantages
 from rlhf.evaluation import Evaluator, show
 from rlhf.experience import Experience
-from rlhf.feed import open_feed
+from rlhf.feed import Feed, open_feed, take_up
 from rlhf.gold import load_gold
 from rlhf.kl import make_controller
 from rlhf.launch import stage_main
 from rlhf.metrics import MetricsWriter
 from rlhf.micro_batches import Cut, update_parts
 from rlhf.ppo_metrics import StepMetrics
-from rlhf.ppo_models import load_models, resume, save, save_models
+from rlhf.ppo_models import last_checkpoints, load_models, resume, save, save_models
 from rlhf.ppo_options import answers_per_iteration, count_ppo_steps, resolve_options
 from rlhf.ppo_update import update
 from rlhf.progress import Progress
@@ -57,7 +57,8 @@ def main(argv: list[str] | None = None) -> None:
 
     answers = answers_per_iteration(args)
     prompts = open_feed(data.train, answers // args.num_samples_per_prompt, args)
-    total_steps = count_ppo_steps(prompts.batches_per_epoch, answers, args)
+    done = take_up(prompts, last_checkpoints(args), args.per_device_training_batch_size, args)
+    total_steps = count_ppo_steps(prompts.batches_per_epoch, answers, args, done)
     models = load_models(args, total_steps, tokenizer)
     actor, critic = models.actor, models.critic
     if args.enable_ema:
@@ -87,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
         if iteration == 0:
             evaluate(evaluator, models, writer, progress, "before")
         for epoch, numbers, items in prompts:
-            if actor.global_steps >= total_steps or is_over(iteration, prompts.batches_per_epoch, args):
+            if actor.global_steps >= total_steps or is_over(prompts, args):
                 break
             iteration += 1
 
@@ -156,9 +157,11 @@ def evaluate(
         progress.print(f"step {step}: {' '.join(text.split())}")
 
 
-def is_over(iteration: int, iterations_per_epoch: int | None, args: Namespace) -> bool:
-    """Whether all epochs have been seen: with --stop_kl there may be fewer steps in them than were counted."""
-    return iterations_per_epoch is not None and iteration >= args.num_train_epochs * iterations_per_epoch
+def is_over(prompts: Feed, args: Namespace) -> bool:
+    """Whether the prompts just taken are beyond all epochs: with --stop_kl there may be fewer steps in them than were
+    counted."""
+    per_epoch = prompts.batches_per_epoch
+    return per_epoch is not None and prompts.given > args.num_train_epochs * per_epoch
 
 
 def shaped_scores(scores: torch.Tensor, rollout: Rollout, scale: ScoreScale, args: Namespace) -> torch.Tensor:

@@ -18,7 +18,7 @@ from data import collate_answers
 from rlhf.arguments import parse, reward_parser
 from rlhf.dry_run import dry_run
 from rlhf.end_token import fit_end_token
-from rlhf.feed import open_feed
+from rlhf.feed import open_feed, take_up
 from rlhf.launch import stage_main
 from rlhf.losses import pair_loss, pair_token_loss, single_loss
 from rlhf.metrics import MetricsWriter
@@ -49,14 +49,14 @@ def main(argv: list[str] | None = None) -> None:
 
     feed = open_feed(data.train, args.per_device_train_batch_size, args)
     collate = collate_with(collate_answers, tokenizer, args)
-    total_steps = count_steps(feed.batches_per_epoch, args)
+    done = take_up(feed, checkpoint_folder(args), args.per_device_train_batch_size, args)
+    total_steps = count_steps(feed.batches_per_epoch, args, done)
     model = new_score_model(args.model_name_or_path, tokenizer, seed=args.seed, dropout=args.dropout)
     if args.add_eot_token:
         fit_end_token(model.model, tokenizer)
     eng = stage_engine(model, args, path=args.model_name_or_path, total_steps=total_steps)
     if args.resume:
-        _, state = eng.load_checkpoint(checkpoint_folder(args))
-        feed.load_state_dict(state["data"])
+        eng.load_checkpoint(checkpoint_folder(args))
 
     accumulation = args.gradient_accumulation_steps
     eval_interval = evaluation_interval(feed.batches_per_epoch, args)

@@ -19,7 +19,7 @@ from rlhf.arguments import parse, sft_parser
 from rlhf.dry_run import dry_run
 from rlhf.end_token import fit_end_token
 from rlhf.experience import positions
-from rlhf.feed import open_feed
+from rlhf.feed import open_feed, take_up
 from rlhf.launch import stage_main
 from rlhf.losses import causal_lm_loss
 from rlhf.metrics import MetricsWriter
@@ -53,7 +53,8 @@ def main(argv: list[str] | None = None) -> None:
 
     feed = open_feed(data.train, args.per_device_train_batch_size, args)
     collate, collate_eval = sft_collates(tokenizer, args)
-    total_steps = count_steps(feed.batches_per_epoch, args)
+    done = take_up(feed, checkpoint_folder(args), args.per_device_train_batch_size, args)
+    total_steps = count_steps(feed.batches_per_epoch, args, done)
     model = load_actor(model_path, dropout=args.dropout)
     if args.add_eot_token:
         fit_end_token(model, tokenizer)
@@ -61,8 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         check_packing(model, args.max_seq_len)
     eng = stage_engine(model, args, path=model_path, total_steps=total_steps)
     if args.resume:
-        _, state = eng.load_checkpoint(checkpoint_folder(args))
-        feed.load_state_dict(state["data"])
+        eng.load_checkpoint(checkpoint_folder(args))
 
     accumulation = args.gradient_accumulation_steps
     eval_interval = evaluation_interval(feed.batches_per_epoch, args)

@@ -72,3 +72,21 @@ def test_rows_grouped_by_length_and_padded_to_a_multiple_are_the_same_rows(tmp_p
 def test_a_stream_needs_an_end(tmp_path, data):
     with pytest.raises(ValueError, match="say with --max_steps when to stop"):
         run("sft", tmp_path / "out", data, **{**SMALL, **STREAM, "max_steps": 0})
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+def test_a_run_goes_on_with_another_global_batch_to_the_end_of_the_data(tmp_path, data, reward_model, stage):
+    """Of 54 rows 18 in three steps of six, and the other 36 in four of nine: as on more processes than before."""
+    sizes = ["per_device_train_batch_size"]
+    flags = {"data_split": "1,0,0", "learning_rate": 1e-3}
+    if stage == "ppo":
+        sizes = ["per_device_generation_batch_size", "per_device_training_batch_size"]
+        flags = {**PPO_SMALL, **ppo_models(tiny_models.folder(), reward_model), "data_split": "0,0,1", "ppo_epochs": 1}
+        flags |= {"num_eval_prompts": 2, "max_answer_seq_len": 2}
+    run(stage, tmp_path / "out", data, **{**flags, **dict.fromkeys(sizes, 6), "max_steps": 3}, save_interval=3)
+    rest = {**flags, **dict.fromkeys(sizes, 9), "max_steps": 0, "resume": True}
+    lines = trained(run(stage, tmp_path / "out", data, **rest))
+    assert [(line["step"], line["epoch"]) for line in lines] == [(step, 0) for step in range(1, 8)]
+    if stage == "sft":
+        whole = trained(run(stage, tmp_path / "whole", data, **{**flags, sizes[0]: 54}))
+        assert sum(line["tokens"] for line in lines) == whole[0]["tokens"]
