@@ -74,6 +74,18 @@ def adapter_state(module: nn.Module) -> tuple:
     )
 
 
+def adapted_ties(module: nn.Module) -> dict[str, str]:
+    """Of layers with active adapters on a weight that is another module's too, such as a head that is the embedding:
+    the name by which `named_parameters` knows the weight, by the layer's. Merged, they are two weights."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    ties = {
+        owner: names[id(layer.base_layer.weight)]
+        for owner, layer in adapted_layers(module)
+        if not getattr(layer, "disable_adapters", False) and _active(layer)
+    }
+    return {owner: name for owner, name in ties.items() if name != f"{owner}.base_layer.weight"}
+
+
 def check_adapters(module: nn.Module) -> None:
     """Refuse adapters whose weights this module could not add up.
 
@@ -126,11 +138,15 @@ def merged_parameters(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(plain name, whole tensor) with every active adapter added to its weight, from those of `module` by name.
 
-    One adapted weight at a time waits for its factors, which follow it among a module's parameters.
+    One adapted weight at a time waits for its factors, which follow it among a module's parameters, and a tied one from
+    where it comes first.
     """
     layers = dict(adapted_layers(module))
+    ties = adapted_ties(module)
     waiting: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in parameters:
+        for tied in [tied for tied, first in ties.items() if first == name]:
+            waiting[tied] = {"base_layer.weight": tensor}
         owner = _owner(name, layers)
         if owner is None:
             yield plain_name(name), tensor

@@ -1,6 +1,7 @@
 """Consolidated export: whole tensors out of any ZeRO stage into a folder that stock loaders read.
 
-LoRA adapters are merged into the weights of that folder. Where nothing but adapters was trained (and the modules that
+LoRA adapters are merged into the weights of that folder (a head that is the embedding, with an adapter of its own, is
+then untied). Where nothing but adapters was trained (and the modules that
 their config names in `modules_to_save`), they are also written alone, into the folder `adapter` in it, as peft reads
 them: `PeftModel.from_pretrained(base, folder / "adapter")`.
 """
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from engine import distributed
-from engine.adapters import PEFT_ROOT, check_adapters, merged_parameters, plain_name
+from engine.adapters import PEFT_ROOT, adapted_ties, check_adapters, merged_parameters, plain_name
 
 ADAPTER_FOLDER = "adapter"
 
@@ -74,7 +75,8 @@ def save_pretrained(
             if name not in parameters:  # persistent buffers, which are whole on every rank
                 tensors[plain_name(name)] = value.detach().cpu().clone()
         folder.mkdir(parents=True, exist_ok=True)
-        with _as_dtype(pretrained, dtype), _no_progress_bar():
+        changes = {"dtype": dtype, **({"tie_word_embeddings": False} if adapted_ties(module) else {})}
+        with _config_says(pretrained, **changes), _no_progress_bar():
             pretrained.save_pretrained(folder, state_dict=tensors)
         if adapter:
             (folder / ADAPTER_FOLDER).mkdir(exist_ok=True)
@@ -108,13 +110,14 @@ def _peft_name(name: str, prefix: str) -> str:
 
 
 @contextmanager
-def _as_dtype(pretrained: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
-    """The config says the type of the file, not that of the module in training."""
-    before, pretrained.config.dtype = pretrained.config.dtype, dtype
+def _config_says(pretrained: PreTrainedModel, **changes: Any) -> Iterator[None]:
+    """The config tells of the file, not of the module in training."""
+    before = {name: getattr(pretrained.config, name) for name in changes}
+    pretrained.config.update(changes)
     try:
         yield
     finally:
-        pretrained.config.dtype = before
+        pretrained.config.update(before)
 
 
 @contextmanager

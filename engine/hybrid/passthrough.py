@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from engine.adapters import plain_name
+from engine.adapters import adapted_ties, plain_name
 from engine.hybrid.sampling import Sampling, choose, uniforms
 from engine.hybrid.scheduler import Answers, OnToken, check_finite
 from engine.hybrid.sources import Sources
@@ -121,8 +121,11 @@ def gathered_copy(module: nn.Module, sources: Sources, dtype: torch.dtype) -> nn
     plain = module.get_base_model() if hasattr(module, "get_base_model") else module
     # FSDP2 puts a class of its own in front of the module's
     kind = next(c for c in type(plain).__mro__ if not c.__name__.startswith("FSDP"))
+    config = copy.deepcopy(plain.config)
+    if adapted_ties(module):
+        config.tie_word_embeddings = False
     with torch.device("meta"):
-        replica = kind(copy.deepcopy(plain.config))
+        replica = kind(config)
     state = {}
     for name in sources.names:
         state[name] = sources.whole(name).to(dtype)

@@ -90,3 +90,20 @@ def test_no_adapter_folder_where_more_was_trained(tmp_path):
     model.model.norm.weight.requires_grad_(True)
     engine.initialize(model, config()).save_pretrained(tmp_path)
     assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Model w")  # peft's own merge would change the embedding too, and says so
+@pytest.mark.parametrize("family, body", [("llama tied, biases, one head each", "q_proj"), ("gpt2", "c_attn")])
+def test_an_adapter_on_a_tied_head_is_exported_beside_the_embedding(tmp_path, family, body):
+    model = get_peft_model(tiny.build(tiny.FAMILIES[family]), LoraConfig(r=2, target_modules=["lm_head", body]))
+    fill(model)
+    expected, base = logits(model), logits(tiny.build(tiny.FAMILIES[family]))
+    engine.initialize(model, config()).save_pretrained(tmp_path)
+    merged, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    torch.testing.assert_close(logits(merged), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(merged.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    assert model.config.tie_word_embeddings
+    alone = PeftModel.from_pretrained(tiny.build(tiny.FAMILIES[family]), tmp_path / "adapter")
+    torch.testing.assert_close(logits(alone), expected, atol=1e-5, rtol=1e-5)
+    assert (expected - base).abs().max() > 0.1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, StableLmConfig
 
 import engine
 from engine.adapters import adapters_off
@@ -14,6 +17,7 @@ from tests.engine.hybrid.test_hybrid_engine import adapted, config, rank_batch, 
 from tests.helpers import run_ranks
 
 TIED = tiny.FAMILIES["llama tied, biases, one head each"]
+TIED_NO_ADAPTER = StableLmConfig(**{**tiny.NO_ADAPTER.to_dict(), "tie_word_embeddings": True})
 
 
 def with_lora(base, targets, **options):
@@ -61,9 +65,17 @@ def in_inference_mode(rank, world, stage, tp):
 def tied_head(rank, world, stage, tp):
     """An adapter on the head is the head's alone, also where the head is the embedding."""
     ids, mask = tiny.batch()
-    eng = engine.initialize(with_lora(TIED, ["lm_head", "q_proj"]), config(stage, tp))
-    expected = tiny.reference(with_lora(TIED, ["lm_head", "q_proj"]), ids, mask, 6)
-    return [torch.equal(eng.generate(ids, mask, max_new_tokens=6), expected)]
+    same = []
+    for base in (TIED, TIED_NO_ADAPTER) if tp == 1 else (TIED,):
+        eng = engine.initialize(with_lora(base, ["lm_head", "q_proj"]), config(stage, tp))
+        expected = tiny.reference(with_lora(base, ["lm_head", "q_proj"]), ids, mask, 6)
+        same.append(torch.equal(eng.generate(ids, mask, max_new_tokens=6), expected))
+        with tempfile.TemporaryDirectory() as folder:
+            eng.save_pretrained(folder)
+            if rank == 0:
+                saved = AutoModelForCausalLM.from_pretrained(folder)
+                same.append(torch.equal(tiny.reference(saved, ids, mask, 6), expected))
+    return same
 
 
 def refusals(rank):
