@@ -99,14 +99,14 @@ def read_file(path: Path) -> Iterator[Record | BadRecord]:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Path | str) -> Iterator[None]:
     """Errors of reading and unpacking as a ValueError that names the file."""
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path}: the compressed file is damaged or cut off ({error}): fetch it again") from error
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({_one_line(error)})") from error
+        raise ValueError(f"{path}: cannot be read ({one_line(error)})") from error
 
 
 def count_file(path: Path) -> int:
@@ -123,7 +123,7 @@ def count_file(path: Path) -> int:
             with naming(path):
                 return pyarrow.parquet.read_metadata(path).num_rows
         except pyarrow.ArrowException as error:
-            raise ValueError(f"{path}: not a parquet file ({_one_line(error)})") from error
+            raise ValueError(f"{path}: not a parquet file ({one_line(error)})") from error
     return sum(1 for _ in read_file(path))
 
 
@@ -260,7 +260,7 @@ def _read_parquet(path: Path) -> Iterator[Record | BadRecord]:
         for batch in file.iter_batches(BATCH_ROWS):
             yield from _batch_rows(batch)
     except pyarrow.ArrowException as error:
-        raise ValueError(f"{path}: not a parquet file ({_one_line(error)})") from error
+        raise ValueError(f"{path}: not a parquet file ({one_line(error)})") from error
 
 
 def _read_arrow(path: Path) -> Iterator[Record | BadRecord]:
@@ -281,7 +281,7 @@ def _read_arrow(path: Path) -> Iterator[Record | BadRecord]:
             for start in range(0, batch.num_rows, BATCH_ROWS):
                 yield from _batch_rows(batch.slice(start, BATCH_ROWS))
     except pyarrow.ArrowException as error:
-        raise ValueError(f"{path}: not an arrow file ({_one_line(error)})") from error
+        raise ValueError(f"{path}: not an arrow file ({one_line(error)})") from error
 
 
 def _batch_rows(batch: Any) -> Iterator[Record | BadRecord]:
@@ -301,8 +301,9 @@ def _all_bytes(path: Path) -> bytes:
         return file.read()
 
 
-def _one_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+def one_line(error: Exception) -> str:
+    """The error's text in one line, or its type when it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 _READERS = {

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from data.files import one_line
 from data.sources import Source
 
 EVAL_NAMES = ("test", "validation", "valid", "eval", "dev")
@@ -18,10 +19,21 @@ ALIASES = {
 
 
 def open_saved(source: Source, folder: Path) -> tuple[Any, Any | None]:
-    """(train, eval or None) of a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
-    import datasets
+    """(train, eval or None) of a folder written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`.
 
-    return _parts(source, datasets.load_from_disk(str(folder)))
+    Raises:
+        ValueError: it is not whole, or has no such split.
+    """
+    import datasets
+    import pyarrow
+
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except (OSError, KeyError, TypeError, pyarrow.ArrowException) as error:
+        raise ValueError(
+            f"{folder}: the saved data set is damaged or not whole ({one_line(error)}): save it again"
+        ) from error
+    return _parts(source, found)
 
 
 def resolve_alias(source: Source) -> Source:
@@ -45,7 +57,7 @@ def open_hub(source: Source, streaming: bool = False) -> tuple[Any, Any | None]:
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a set that is a script
         raise ValueError(
             f"no data at {source.name}: it is no local path, and the hub's data set could not be loaded "
-            f"({_one_line(error)})"
+            f"({one_line(error)})"
         ) from error
     return _parts(source, found)
 
@@ -60,7 +72,3 @@ def _parts(source: Source, found: Any) -> tuple[Any, Any | None]:
             raise ValueError(f"{source.name}: has no split {name!r}: it has {', '.join(found)}")
     held_out = source.eval_split or next((name for name in EVAL_NAMES if name in found and name != source.split), None)
     return found[source.split], None if held_out is None else found[held_out]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

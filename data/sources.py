@@ -85,6 +85,8 @@ def parse_source(text: SourceLike) -> Source:
         name, weight = head, float(tail)
         if not 0 <= weight < float("inf"):
             raise ValueError(f"source {text!r}: weight {tail} must be a number of at least 0")
+    if not name.strip():
+        raise ValueError(f"source {text!r} names nothing: give a file, a folder, a hub name, or sample")
     limit = options.get("limit")
     if limit is not None and not limit.isdecimal():
         raise ValueError(f"source {text!r}: limit {limit!r} must be a number of rows")
@@ -156,11 +158,19 @@ def dealt_sources(
 class Records:
     """The records of one part (training or evaluation) of a source, read as a stream as often as asked.
 
-    `files` are what is read, in order; empty for a data set in `table`, a `datasets.Dataset`.
+    `files` are what is read, in order; empty for a data set in `table`, a `datasets.Dataset` of the given `name`, of
+    which the files of a saved one are in `behind`.
     """
 
-    def __init__(self, files: list[Path] | None = None, table: Any = None, limit: int | None = None):
-        self.files, self.table, self.limit = files or [], table, limit
+    def __init__(
+        self,
+        files: list[Path] | None = None,
+        table: Any = None,
+        limit: int | None = None,
+        name: str = "a data set",
+        behind: Sequence[Path] = (),
+    ):
+        self.files, self.table, self.limit, self.name, self.behind = files or [], table, limit, name, behind
         self._count: int | None = None
 
     def __iter__(self) -> Iterator[tuple[str, Record | BadRecord]]:
@@ -175,8 +185,9 @@ class Records:
             for number, record in enumerate(read_file(path), 1):
                 yield f"{path} row {number}", record
         if self.table is not None:
-            for number, record in enumerate(self.table, 1):
-                yield f"row {number}", record
+            with naming(self.name):
+                for number, record in enumerate(self.table, 1):
+                    yield f"{self.name} row {number}", record
 
     def count(self) -> int:
         """Number of records, bad ones included; counted once."""
@@ -189,6 +200,19 @@ class Records:
         return self._count
 
 
+    def content(self, hash_of: Callable[[Path], str]) -> list[str | None]:
+        """The hash of each file, and a table's fingerprint if it has one."""
+        found: list[str | None] = []
+        for path in (*self.files, *self.behind):
+            with naming(path):
+                found.append(hash_of(path))
+        return [*found, getattr(self.table, "_fingerprint", None)]
+
+    def is_remote(self) -> bool:
+        """Whether there is no file that could tell the content."""
+        return not (self.files or self.behind)
+
+
 @dataclass
 class Opened:
     """A source that was found: its training and evaluation records and the files nobody reads."""
@@ -199,26 +223,14 @@ class Opened:
     unused: list[str] = field(default_factory=list)
 
     def content_hash(self) -> str:
-        """SHA-256 of the bytes of all files; of a `datasets` table, of its fingerprints."""
-        parts = [part for part in (self.train, self.eval) if part is not None]
-        return key_of(
-            [[*_hashes(content_hash, part.files), getattr(part.table, "_fingerprint", None)] for part in parts]
-        )
+        """SHA-256 of the bytes of all files; of a hub set, of its fingerprints."""
+        return key_of([part.content(content_hash) for part in (self.train, self.eval) if part is not None])
 
     def content_mark(self) -> str:
         """What a stream can know of the training part's content without reading it through: SHA-256 of the size,
-        beginning and end of all files; of a `datasets` table its fingerprint, of a hub set its name and revision."""
-        table = getattr(self.train.table, "_fingerprint", None)
-        hub = None if self.train.files else (self.source.name, self.source.subset, self.source.revision)
-        return key_of([_hashes(ends_hash, self.train.files), table or hub])
-
-
-def _hashes(hash_of: Callable[[Path], str], files: list[Path]) -> list[str]:
-    found = []
-    for path in files:
-        with naming(path):
-            found.append(hash_of(path))
-    return found
+        beginning and end of all files; of a hub set, of its name and revision."""
+        hub = (self.source.name, self.source.subset, self.source.revision) if self.train.is_remote() else None
+        return key_of([self.train.content(ends_hash), hub])
 
 
 def open_source(text: SourceLike, streaming: bool = False) -> Opened:
@@ -247,8 +259,8 @@ def open_source(text: SourceLike, streaming: bool = False) -> Opened:
     train, held_out = open_hub(source, streaming)
     return Opened(
         source,
-        Records(table=train, limit=source.limit),
-        None if held_out is None else Records(table=held_out),
+        Records(table=train, limit=source.limit, name=source.name),
+        None if held_out is None else Records(table=held_out, name=source.name),
     )
 
 
@@ -269,8 +281,8 @@ def _open_folder(source: Source, folder: Path) -> Opened:
         from data.hub import open_saved
 
         train, held_out = open_saved(source, folder)
-        rest = None if held_out is None else Records(table=held_out)
-        return Opened(source, Records(table=train, limit=source.limit), rest)
+        rest = None if held_out is None else _saved(held_out, source.name)
+        return Opened(source, _saved(train, source.name, source.limit), rest)
     files = sorted(
         path
         for path in folder.rglob("*")
@@ -290,6 +302,10 @@ def _open_folder(source: Source, folder: Path) -> Opened:
         raise ValueError(f"{folder}: only evaluation files here ({parts['eval'][0].name}): add a train file")
     held_out = Records(parts["eval"]) if parts["eval"] else None
     return Opened(source, Records(train, limit=source.limit), held_out, [path.name for path in unused])
+
+
+def _saved(table: Any, name: str, limit: int | None = None) -> Records:
+    return Records(table=table, limit=limit, name=name, behind=[Path(file["filename"]) for file in table.cache_files])
 
 
 def _part_of(path: Path) -> str:

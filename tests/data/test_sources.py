@@ -36,6 +36,7 @@ def test_weight_and_options():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("", "source '' names nothing: give a file, a folder, a hub name, or sample"),
         ("x?limt=5", "unknown option 'limt'"),
         ("x?limit=five", "limit 'five' must be a number of rows"),
         ("x:-1", "weight -1 must be a number of at least 0"),
@@ -87,6 +88,19 @@ def test_saved_datasets(tmp_path):
     assert answers(load_rows(tmp_path / "two", "eval")[0]) == ["a2"]
     with pytest.raises(ValueError, match="has no split 'dev': it has train, test"):
         open_source(f"{tmp_path / 'two'}?split=dev")
+    (file,) = (tmp_path / "one").glob("*.arrow")
+    before = open_source(tmp_path / "one")
+    for mark in ("content_hash", "content_mark"):
+        assert getattr(open_source(tmp_path / "one"), mark)() == getattr(before, mark)()
+    old, content = (before.content_hash(), before.content_mark()), file.read_bytes()
+    file.write_bytes(content.replace(b"a5", b"A5"))
+    after = open_source(tmp_path / "one")
+    assert after.content_hash() != old[0] and after.content_mark() != old[1]
+    with pytest.raises(ValueError, match=f"^{tmp_path / 'one'} row 1: unknown shape"):
+        load_rows(f"{tmp_path / 'one'}?columns=prompt>x", on_bad_row="error")
+    file.write_bytes(content[:100])
+    with pytest.raises(ValueError, match="one: the saved data set is damaged or not whole .*: save it again"):
+        open_source(tmp_path / "one")
 
 
 def test_limit_and_columns(tmp_path):
