@@ -12,8 +12,9 @@
 from data import chat
 from data.batches import BatchSampler, collate_answers, collate_pairs, collate_prompts, collate_sft
 from data.loading import load_rows
+from data.opening import open_source
 from data.packing import collate_packs, own_dialogue_mask, plan_packs
-from data.sources import Source, open_source, parse_source
+from data.sources import Source, parse_source
 from data.splits import split_rows
 from data.stage import StageData, load_stage_data
 from data.streaming import ItemStream, stream_stage_data

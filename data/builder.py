@@ -13,10 +13,10 @@ from data.duplicates import EVALUATED, OTHER_STAGE, TRAINED, UNUSED, EqualRows
 from data.identity import Identity, identity_of, source_identity
 from data.items import STAGES, Refused, Rules, make_items
 from data.loading import BadRows, new_report, read_rows
+from data.opening import Opened, Records
 from data.pairing import Pool, Scored, is_scored
 from data.report import OTHER_STAGES, SourceReport, summary, totals
 from data.shapes import Row
-from data.sources import Opened, Records
 from data.splits import Ratios, hold_out, parse_ratios, repeats, split_rows
 from data.store import Item, StoreWriter
 

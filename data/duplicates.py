@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from data.files import BadRecord
 from data.report import SourceReport
+from data.unpacking import BadRecord
 
 UNUSED, OTHER_STAGE, TRAINED, EVALUATED = range(4)
 """What a stage's deal makes of a row."""

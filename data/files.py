@@ -6,17 +6,13 @@ is read whole. Text is UTF-8, with or without a byte order mark, and lines end i
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import gzip
-import io
 import json
-import sys
-import zlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from data.tables import read_arrow, read_parquet, read_table
+from data.unpacking import PACKINGS, BadRecord, Record, naming, one_line, open_bytes
 
 KINDS = {
     ".json": "json",
@@ -28,19 +24,6 @@ KINDS = {
     ".arrow": "arrow",
     ".feather": "arrow",
 }
-PACKINGS = (".gz", ".gzip", ".zst", ".zstd")
-BATCH_ROWS = 4096
-
-Record = dict[str, Any]
-
-
-class BadRecord(ValueError):
-    """One record that cannot be read; the file goes on behind it. `reason` is what is counted."""
-
-    def __init__(self, reason: str, detail: str):
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-        self.field = "the whole row"
 
 
 def file_kind(path: Path) -> str | None:
@@ -49,39 +32,6 @@ def file_kind(path: Path) -> str | None:
     if suffixes and suffixes[-1] in PACKINGS:
         suffixes.pop()
     return KINDS.get(suffixes[-1]) if suffixes else None
-
-
-def open_bytes(path: Path) -> IO[bytes]:
-    """The unpacked bytes of a file. Raises EOFError for a packed file of no bytes: its packing alone has some."""
-    suffix = path.suffix.lower()
-    if suffix in PACKINGS and path.stat().st_size == 0:
-        raise EOFError("it is empty")
-    if suffix in (".gz", ".gzip"):
-        return gzip.open(path, "rb")
-    if suffix in (".zst", ".zstd"):
-        import pyarrow
-
-        return io.BufferedReader(_ArrowRaw(pyarrow.CompressedInputStream(str(path), "zstd")))
-    return open(path, "rb")
-
-
-class _ArrowRaw(io.RawIOBase):
-    """An arrow stream as a plain Python one, which can be buffered and read by lines."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._stream.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
 
 
 def read_file(path: Path) -> Iterator[Record | BadRecord]:
@@ -96,17 +46,6 @@ def read_file(path: Path) -> Iterator[Record | BadRecord]:
         raise ValueError(f"{path}: not a data file: its name must end in one of {known} (and .gz or .zst)")
     with naming(path):
         yield from _READERS[kind](path)
-
-
-@contextlib.contextmanager
-def naming(path: Path | str) -> Iterator[None]:
-    """Errors of reading and unpacking as a ValueError that names the file."""
-    try:
-        yield
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}: the compressed file is damaged or cut off ({error}): fetch it again") from error
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({one_line(error)})") from error
 
 
 def count_file(path: Path) -> int:
@@ -218,99 +157,11 @@ def _is_row(record: Record) -> bool:
     return True
 
 
-def _read_table(path: Path, delimiter: str) -> Iterator[Record | BadRecord]:
-    csv.field_size_limit(sys.maxsize)
-    with io.TextIOWrapper(open_bytes(path), encoding="utf-8-sig", newline="") as file:
-        try:
-            rows = csv.reader(file, delimiter=delimiter, strict=True)
-            header = [name.strip() for name in next(filter(None, rows), [])]
-            if not header:
-                return
-            _check_columns(path, header)
-            for row in rows:
-                if not row:
-                    continue
-                if len(row) != len(header):
-                    detail = f"line {rows.line_num} has {len(row)} cells, the header has {len(header)}"
-                    yield BadRecord("wrong number of cells", detail)
-                else:
-                    # a table cannot tell an empty text from none, which is what most empty cells are
-                    yield {name: cell or None for name, cell in zip(header, row, strict=True)}
-        except csv.Error as error:
-            raise ValueError(f"{path}: not a table at line {rows.line_num}: {error}") from error
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8 near line {rows.line_num}: save it as UTF-8") from error
-
-
-def _check_columns(path: Path, names: Sequence[str]) -> None:
-    """Raises ValueError for a table with two columns of one name: a record has room for one of them."""
-    twice = next((name for name, count in Counter(names).items() if name and count > 1), None)
-    if twice is not None:
-        raise ValueError(f"{path}: it has several columns named {twice!r}: rename or remove all but one")
-
-
-def _read_parquet(path: Path) -> Iterator[Record | BadRecord]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        source = path if path.suffix.lower() not in PACKINGS else pyarrow.BufferReader(_all_bytes(path))
-        file = pyarrow.parquet.ParquetFile(source)
-        _check_columns(path, file.schema_arrow.names)
-        for batch in file.iter_batches(BATCH_ROWS):
-            yield from _batch_rows(batch)
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{path}: not a parquet file ({one_line(error)})") from error
-
-
-def _read_arrow(path: Path) -> Iterator[Record | BadRecord]:
-    """Arrow's file format or, as `datasets` writes it, its stream format."""
-    import pyarrow
-
-    packed = path.suffix.lower() in PACKINGS
-    source = pyarrow.BufferReader(_all_bytes(path)) if packed else pyarrow.memory_map(str(path))
-    try:
-        try:
-            reader = pyarrow.ipc.open_file(source)
-            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-        except pyarrow.ArrowInvalid:
-            source.seek(0)
-            batches = reader = pyarrow.ipc.open_stream(source)
-        _check_columns(path, reader.schema.names)
-        for batch in batches:
-            for start in range(0, batch.num_rows, BATCH_ROWS):
-                yield from _batch_rows(batch.slice(start, BATCH_ROWS))
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{path}: not an arrow file ({one_line(error)})") from error
-
-
-def _batch_rows(batch: Any) -> Iterator[Record | BadRecord]:
-    """The rows of an arrow batch; one by one when one of them has text that is no UTF-8."""
-    try:
-        yield from batch.to_pylist()
-    except UnicodeDecodeError:
-        for number in range(batch.num_rows):
-            try:
-                yield from batch.slice(number, 1).to_pylist()
-            except UnicodeDecodeError as error:
-                yield BadRecord("not UTF-8", f"byte {error.start} of a text")
-
-
-def _all_bytes(path: Path) -> bytes:
-    with open_bytes(path) as file:
-        return file.read()
-
-
-def one_line(error: Exception) -> str:
-    """The error's text in one line, or its type when it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 _READERS = {
     "json": _read_json,
     "jsonl": _read_jsonl,
-    "csv": lambda path: _read_table(path, ","),
-    "tsv": lambda path: _read_table(path, "\t"),
-    "parquet": _read_parquet,
-    "arrow": _read_arrow,
+    "csv": lambda path: read_table(path, ","),
+    "tsv": lambda path: read_table(path, "\t"),
+    "parquet": read_parquet,
+    "arrow": read_arrow,
 }

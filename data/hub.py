@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data.files import one_line
 from data.sources import Source
+from data.unpacking import one_line
 
 EVAL_NAMES = ("test", "validation", "valid", "eval", "dev")
 

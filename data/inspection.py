@@ -21,8 +21,9 @@ import numpy as np
 from data.chat import use_template_file
 from data.items import STAGES, TRUNCATIONS, Refused, make_items, make_rules
 from data.loading import BadRows, new_report, read_rows
+from data.opening import open_source
 from data.report import SourceReport, totals
-from data.sources import SourceLike, as_list, open_source, with_shape
+from data.sources import SourceLike, as_list, with_shape
 from data.store import Item
 
 BAR = 40

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from data.files import BadRecord, Record
+from data.opening import Opened, open_source
 from data.report import SourceReport, summary
 from data.shapes import Row, normalise
-from data.sources import Opened, Source, SourceLike, open_source
+from data.sources import Source, SourceLike
 from data.turns import RowError
+from data.unpacking import BadRecord, Record
 
 CHECK_AFTER = 1000
 

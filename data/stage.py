@@ -13,7 +13,8 @@ from data.builder import Builder
 from data.identity import Identity
 from data.items import make_rules
 from data.loading import BadRows
-from data.sources import SourceLike, dealt_sources, open_source
+from data.opening import open_source
+from data.sources import SourceLike, dealt_sources
 from data.splits import hold_out
 from data.store import ItemSet
 

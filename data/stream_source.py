@@ -13,9 +13,9 @@ from typing import Any
 
 from data.items import STAGES, Refused, Rules, make_items
 from data.loading import BadRows, new_report, read_rows
+from data.opening import Opened
 from data.report import AHEAD, HELD_OUT, OTHER_STAGES, SourceReport, combined
 from data.shapes import Row
-from data.sources import Opened
 from data.splits import Ratios, parse_ratios
 from data.store import Item, item_tensors
 

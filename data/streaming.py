@@ -30,8 +30,9 @@ from data.cache import tokenizer_hash
 from data.identity import Identity, identity_of, refuse_other, source_identity
 from data.items import make_rules
 from data.loading import BadRows
+from data.opening import open_source
 from data.report import combined, summary, totals
-from data.sources import SourceLike, dealt_sources, open_source
+from data.sources import SourceLike, dealt_sources
 from data.splits import Ratios, hold_out
 from data.stream_source import Dealer, Flow, SourceStream
 

@@ -21,7 +21,7 @@ from rich.text import Text
 from data import load_rows
 from data.chat import encode_dialogue
 from data.markers import has_markers, turns_to_text
-from data.sources import open_source
+from data.opening import open_source
 from rlhf.answering import Answerer, default_device
 from rlhf.eval_flags import prompt_eval_parser
 from rlhf.flags import parse

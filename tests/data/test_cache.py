@@ -151,7 +151,7 @@ def test_a_full_disk_is_said_in_one_line(tmp_path, items):
 
 def test_a_source_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     path = write(tmp_path / "rows.jsonl")
-    monkeypatch.setattr("data.sources.content_hash", lambda path: open("/proc/self/mem", "rb").read(1))
+    monkeypatch.setattr("data.opening.content_hash", lambda path: open("/proc/self/mem", "rb").read(1))
     with pytest.raises(ValueError, match=f"^{path}: cannot be read"):
         load(tmp_path)
 

@@ -14,7 +14,8 @@ import pytest
 import zstandard
 
 from data import load_rows
-from data.files import BadRecord, file_kind, read_file
+from data.files import file_kind, read_file
+from data.unpacking import BadRecord
 
 ROWS = [
     {"prompt": f'question {k}, with "quotes"\nand lines', "chosen": text, "rejected": f"no {k}"}

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
+from data.opening import SAMPLE
 from data.sample import generate, gold
-from data.sources import SAMPLE
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
