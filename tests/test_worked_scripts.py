@@ -1,4 +1,7 @@
-"""Every worked example and every command of the README, run dry: the scripts by bash, their stages in this process."""
+"""Every worked example and every command of the README, run dry: the scripts by bash, their stages in this process.
+
+The README's Python runs as it stands.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from rlhf import cli
 from rlhf.arguments import STAGE_PARSERS
@@ -121,3 +126,16 @@ def test_the_readmes_commands_run_dry(tmp_path, monkeypatch, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "FOLDER_OR_HUB_NAME", "dialogues.jsonl", "more.jsonl", "out",
     ]  # fmt: skip
+
+
+def test_the_readmes_python_runs(tmp_path, monkeypatch, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/sft").symlink_to(tiny_models.folder())
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    assert len(blocks) == 1
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out.count("tensor(") == 6
+    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in ("out/sft", "out/mine"))
+    assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
