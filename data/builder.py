@@ -224,7 +224,7 @@ class Builder:
             items = [next(made) for _ in rows]
             good = [item for item in items if not isinstance(item, Refused)]
             if not good:
-                report.drop(str(items[0]), f"{place}: {items[0]}", records_each)
+                report.drop(str(items[0]), items[0].example(place), records_each)
             elif deal.held_out[record]:
                 held_out += good
                 report.rows_eval += records_each

@@ -15,10 +15,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from data.layout import END, START, TRAIN, Piece, marker_layout, template_end_token, template_layout
+from data.layout import (
+    END,
+    START,
+    TRAIN,
+    Piece,
+    marker_layout,
+    template_end_token,
+    template_layout,
+    use_template_file,
+)
 from data.markers import Turn, parse_dialogue, turns_to_text
 from data.tokens import Encoder
 
@@ -284,18 +292,6 @@ def end_token_id(tokenizer: Any) -> int:
 def stop_token_ids(tokenizer: Any) -> list[int]:
     """Tokens at which generation stops: the end token, and EOS where the template's end token is another."""
     return list(format_of(tokenizer).stop_ids)
-
-
-def use_template_file(tokenizer: Any, path: str | Path) -> None:
-    """Gives the tokenizer the chat template in the file `path`; it is saved with the tokenizer from then on.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no chat template at {path}: give the path of a Jinja file")
-    tokenizer.chat_template = path.read_text(encoding="utf-8")
 
 
 def _as_list(value: int | list[int] | None) -> list[int]:

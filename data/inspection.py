@@ -25,6 +25,7 @@ from data.opening import open_source
 from data.report import SourceReport, totals
 from data.sources import SourceLike, as_list, with_shape
 from data.store import Item
+from data.unpacking import one_line
 
 BAR = 40
 MOST_TOKENS_OF_A_LETTER = 4
@@ -77,6 +78,8 @@ def inspect_data(
     Raises:
         FileNotFoundError, ValueError: as `data.load_stage_data`, but an empty result is no error here.
     """
+    if examples < 0 or (limit is not None and limit < 1):
+        raise ValueError(f"examples {examples} must be at least 0, limit {limit} at least 1")
     # single answers are looked at one by one: whether they would be paired or not, they are as long
     rules = make_rules(stage, max_seq_len, max_prompt_len, truncation, train_on_prompt, single_answers="score")
     found = Inspection(stage, rules.limit, [])
@@ -94,7 +97,7 @@ def inspect_data(
                 items = [item for item in made if isinstance(item, Item)]
                 if not items:
                     refused = next(item for item in made if isinstance(item, Refused))
-                    report.drop(str(refused), f"{place}: {refused}")
+                    report.drop(str(refused), refused.example(place))
                     continue
                 report.rows_eval += held_out
                 report.rows_train += not held_out
@@ -232,7 +235,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.tokenizer:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"no tokenizer at {args.tokenizer} ({one_line(error)}): give the folder or the hub name of a model"
+            ) from error
     else:
         tokenizer = byte_tokenizer()
     if args.chat_template:

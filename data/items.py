@@ -52,7 +52,15 @@ DEFAULT_TRUNCATION = {"sft": "right", "reward": "left", "ppo": "drop"}
 
 
 class Refused(ValueError):
-    """A row a stage has no use for; the message is the reason that is counted."""
+    """A row a stage has no use for; the message is the reason that is counted, `detail` what else is known."""
+
+    def __init__(self, reason: str, detail: str = ""):
+        super().__init__(reason)
+        self.detail = detail
+
+    def example(self, place: str) -> str:
+        """The row at `place` as an example of the reason."""
+        return f"{place}: {self} ({self.detail})" if self.detail else f"{place}: {self}"
 
 
 @dataclass(frozen=True)
@@ -115,8 +123,8 @@ class _Maker:
                 wanted.append((dialogues, [self.chat.plan(turns, self.open) for turns in dialogues]))
             except Refused as reason:
                 wanted.append(reason)
-            except ValueError:
-                wanted.append(Refused("roles the chat template refuses"))
+            except ValueError as error:
+                wanted.append(Refused("roles the chat template refuses", str(error)))
         encoded = iter(self.chat.run([plan for one in wanted if not isinstance(one, Refused) for plan in one[1]]))
         items: list[Item | Refused] = []
         for row, one in zip(rows, wanted, strict=True):
@@ -237,7 +245,7 @@ class _Maker:
         try:
             return self.chat.encode(dialogues, open_answer)
         except ValueError as error:
-            raise Refused("roles the chat template refuses") from error
+            raise Refused("roles the chat template refuses", str(error)) from error
 
 
 def shrink(prompt: list[Turn], accept: Callable[[list[Turn]], Any]) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -28,6 +29,8 @@ END = object()
 Piece = str | int | object
 
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
+_FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What a template may raise: it is anybody's program."""
 _SLOT = re.compile(r"@@turn-(\d+)-of-the-dialogue@@")
 
 
@@ -116,11 +119,35 @@ def _answer(text: str, start: int, slot: re.Match[str], marks: list[tuple[int, i
 
 
 def template_end_token(template: str, variables: dict[str, Any], specials: Sequence[str]) -> str | None:
-    """The control token by which the template ends an answer; None when it has none."""
+    """The control token by which the template ends an answer; None when it has none.
+
+    Raises:
+        ValueError: the template writes no answer, or fails.
+    """
     text = _render(template, variables, ["user", "assistant"], False)[0]
-    slot = list(_SLOT.finditer(text))[-1]
+    slot = next((slot for slot in _SLOT.finditer(text) if slot[1] == "1"), None)
+    if slot is None:
+        raise ValueError("the chat template leaves out or changes the text of an answer: it must write it as it is")
     closing = _first_special(text[slot.end() :], specials)
     return text[slot.end() :][closing[0] : closing[1]] if closing else None
+
+
+def use_template_file(tokenizer: Any, path: str | Path) -> None:
+    """Gives the tokenizer the chat template in the file `path`; it is saved with the tokenizer from then on.
+
+    Raises:
+        FileNotFoundError: there is no such file. ValueError: nothing is in it, or no UTF-8.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no chat template at {path}: give the path of a Jinja file")
+    try:
+        template = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: the chat template is not UTF-8 at byte {error.start}: save it as UTF-8") from error
+    if not template.strip():
+        raise ValueError(f"{path}: the chat template is empty: leave it out to use the dialogue markers")
+    tokenizer.chat_template = template
 
 
 def question_layout(template: str, variables: dict[str, Any]) -> str:
@@ -158,6 +185,6 @@ def _render(
             return_assistant_tokens_mask=marked,
             **variables,
         )
-    except TemplateError as error:
+    except _FAILURES as error:
         raise ValueError(f"the chat template refuses the roles {', '.join(roles)}: {error}") from error
     return rendered[0], list(marks[0]) if marked else None

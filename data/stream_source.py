@@ -125,7 +125,7 @@ class SourceStream:
         """The items of one record, without those that were given before the stream was resumed."""
         good = [item for item in items if isinstance(item, Item)]
         if not good:
-            self.report.drop(str(items[0]), f"{place}: {items[0]}")
+            self.report.drop(str(items[0]), items[0].example(place))
             return
         given = start.items if number == start.record else 0
         self.report.rows_train += not given
@@ -200,7 +200,7 @@ class SourceStream:
             made = make_items(rows, self.tokenizer, self.rules, report)
             good = [item for item in made if isinstance(item, Item)][: most - len(found)]
             if not good:
-                report.drop(str(made[0]), f"{place}: {made[0]}")
+                report.drop(str(made[0]), made[0].example(place))
                 continue
             report.rows_eval += 1
             report.items_eval += len(good)

@@ -228,6 +228,25 @@ def test_template_from_a_file(tmp_path):
     assert tokenizer.decode(chat.encode_prompt(tokenizer, turns("hi"))).startswith("<|im_start|>user\nhi")
     with pytest.raises(FileNotFoundError, match="no chat template at"):
         chat.use_template_file(tokenizer, tmp_path / "no.jinja")
+    for content, named in ((b" \n", "is empty: leave it out"), (b"{# \xe9 #}", "is not UTF-8 at byte 3: save it")):
+        (tmp_path / "chatml.jinja").write_bytes(content)
+        with pytest.raises(ValueError, match=f"chatml.jinja: the chat template {named}"):
+            chat.use_template_file(tokenizer, tmp_path / "chatml.jinja")
+
+
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        ("{{ 1 / 0 }}", "refuses the roles user, assistant: division by zero"),
+        ("{{ messages + 1 }}", "refuses the roles user, assistant: can only concatenate"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses the roles user, assistant: maximum recursion"),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "leaves out or changes the text of an answer"),
+        ("{{ messages[0].content }}", "leaves out or changes the text of an answer"),
+    ],
+)
+def test_a_template_that_fails_is_named(template, named):
+    with pytest.raises(ValueError, match=f"^the chat template {named}"):
+        chat.encode_prompt(byte_level_fast(template=template), turns("hello"))
 
 
 def test_no_end_token_is_an_error():

@@ -135,6 +135,11 @@ def test_command(rows, capsys):
     assert "what is two?" in capsys.readouterr().out
     with pytest.raises(FileNotFoundError, match="no data at nothing.jsonl"):
         main(["nothing.jsonl"])
+    with pytest.raises(ValueError, match=r"no tokenizer at /nothing \(.*\): give the folder or the hub name of"):
+        main([str(rows), "--tokenizer", "/nothing"])
+    for wrong in (["--limit", "0"], ["--examples", "-1"]):
+        with pytest.raises(ValueError, match="must be at least 0, limit .* at least 1"):
+            main([str(rows), *wrong])
 
 
 def test_byte_tokenizer_counts_bytes():

@@ -438,3 +438,12 @@ def test_other_columns_of_a_prompt_are_kept_whatever_is_in_them(load, tmp_path):
     items = load("ppo", tmp_path / "odd.jsonl", data_split="0,0,1", eval_fraction=0.0).train
     kept = {item["row"]["messages"][0]["content"]: item["row"].get("extra") for item in items}
     assert kept == {f"q {k}": extra if k % 2 else None for k in range(6)}
+
+
+def test_why_a_chat_template_refuses_a_row_is_said(load):
+    refusing = "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}" + CHATML
+    rows, reason = dialogue_rows(30), "roles the chat template refuses"
+    options = {"tokenizer": byte_level_fast(template=refusing), "data_split": "1,0,0", "eval_fraction": 0.0}
+    (source,) = load("sft", rows, **options).report["sources"]
+    assert source["rows_dropped"] == {reason: sum("Assistant: " in row["prompt"] for row in rows)}
+    assert source["first_dropped"][reason].endswith("user, assistant: too many)")
