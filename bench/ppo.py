@@ -195,8 +195,8 @@ def replay(folder: Path, answers: list[torch.Tensor]) -> Iterator[dict[str, floa
         add_advantages(experience, rollout, scale, SETUP["kl_ctl"], args)
         losses = []
         order = torch.Generator().manual_seed(0)
-        for part, is_last in update_parts(experience, cut, epochs=2, window=1, generator=order):
-            figures = update(models, part, args, kl_ctl=SETUP["kl_ctl"], ptx=None, is_last=is_last)
+        for part in update_parts(experience, cut, epochs=2, window=1, generator=order):
+            figures = update(models, part, args, kl_ctl=SETUP["kl_ctl"], ptx=None)
             losses.append((float(figures.actor_loss), float(figures.critic_loss)))
         yield {
             "actor_loss": statistics.mean(actor for actor, _ in losses),

@@ -30,7 +30,7 @@ def ppo_parser() -> Parser:
     """Flags of step 3, PPO."""
     parser = Parser("rlhf ppo", "Step 3: PPO of the actor against the reward model.")
     add = data_group(parser, "ppo").add_argument
-    add("--unsupervised_dataset_name", help="text source for the PTX loss; needs --unsup_coef above 0")
+    add("--unsupervised_dataset_name", help="texts for the PTX loss, a block of prompt and answer length an answer")
     add("--unsupervised_dataset_config_name", help="which of the text source's sets, where the hub has several")
     add("--preprocessing_num_workers", type=int, help="accepted and not needed: texts are tokenized as they are read")
     add("--unsup_coef", type=non_negative_float, default=27.8, help="weight of the PTX loss")

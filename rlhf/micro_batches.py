@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -71,17 +72,23 @@ class Cut:
         return self.parts(experience, experience.lengths.cpu().argsort(stable=True))
 
 
+class Part(NamedTuple):
+    """A trimmed micro-batch; whether it is the last of its update, None where the engine counts; and all that this rank
+    has of the update, None where the update reaches over the end of the experience."""
+
+    batch: Experience
+    is_last: bool | None
+    update: Experience | None
+
+
 def update_parts(
     experience: Experience, cut: Cut, *, epochs: int, window: int, generator: torch.Generator
-) -> Iterator[tuple[Experience, bool | None]]:
-    """The experience `epochs` times, each time in a fresh order, as trimmed micro-batches of updates.
+) -> Iterator[Part]:
+    """The experience `epochs` times, each time in a fresh order, as micro-batches of updates.
 
     An update takes `cut.size * window` rows, sorted by length before they are cut: a token-weighted update is the same
-    whichever way its rows are cut, and rows of like length leave little padding.
-
-    Yields:
-        A micro-batch, and whether it is the last of its update; None where the engine counts: without `max_tokens`,
-        `window` micro-batches are an update, which may reach over the end of an epoch or iteration.
+    whichever way its rows are cut, and rows of like length leave little padding. Without `max_tokens` the engine
+    counts: `window` micro-batches are an update, which may reach over the end of an epoch or iteration.
     """
     count, lengths = len(experience), experience.lengths.cpu()
     # an update that reaches over the end is dealt as it comes: sorted rows would not be a fair mix
@@ -92,6 +99,7 @@ def update_parts(
             if is_whole and (window > 1 or cut.max_tokens):
                 update = update[lengths[update].argsort(stable=True)]
             parts = cut.parts(experience, update)
+            whole = experience.select(update.to(experience.input_ids.device)) if is_whole else None
             for number, part in enumerate(parts, start=1):
                 is_last = number == len(parts) if cut.max_tokens else None
-                yield experience.select(part.to(experience.input_ids.device)).trimmed(), is_last
+                yield Part(experience.select(part.to(experience.input_ids.device)).trimmed(), is_last, whole)

@@ -23,7 +23,7 @@ Sums = dict[str, tuple[float, float]]  # name -> (sum, count)
 class UpdateFigures:
     """What one micro-batch gave: losses (None: there is no such model or data) and diagnostics, means over tokens.
 
-    `actor_loss` and `ptx_loss` weigh `units` (tokens or answers) in the update, the rest are means over `tokens`.
+    `actor_loss` is a mean over `units` (tokens or answers), `ptx_loss` over `blocks` of text, the rest over `tokens`.
     `activations`: bytes kept for the backward pass, by the actor or by the critic, whichever keeps more.
     """
 
@@ -33,6 +33,7 @@ class UpdateFigures:
     figures: dict[str, torch.Tensor]
     tokens: int
     units: int
+    blocks: int = 0
     activations: int = 0
 
     def sums(self) -> tuple[Sums, dict[str, float]]:
@@ -40,8 +41,9 @@ class UpdateFigures:
         means = {name: value for name, value in self.figures.items() if name in UPDATE_MEANS}
         means |= {"critic_loss": self.critic_loss} if self.critic_loss is not None else {}
         sums = {k: (float(v.detach()) * self.tokens, float(self.tokens)) for k, v in means.items()}
-        losses = {"actor_loss": self.actor_loss, "ptx_loss": self.ptx_loss}
-        sums |= {k: (float(v.detach()) * self.units, float(self.units)) for k, v in losses.items() if v is not None}
+        sums["actor_loss"] = (float(self.actor_loss) * self.units, float(self.units))
+        if self.ptx_loss is not None:
+            sums["ptx_loss"] = (float(self.ptx_loss) * self.blocks, float(self.blocks))
         return sums, {"ratio_max": float(self.figures["ratio_max"]), "activation_bytes": float(self.activations)}
 
 

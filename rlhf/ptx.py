@@ -18,35 +18,38 @@ from rlhf.training import batch_stream, sampler_for
 
 
 class PTX:
-    """Batches of text blocks `[B, block_length]`, the next one at every call; every rank reads its own.
+    """Text blocks of `block_length` tokens, the next ones at every call. Ranks deal the blocks out one by one, so that
+    an update reads the same ones however many ranks and micro-batches share it.
 
     Args:
         source: a file, folder or hub name whose rows have a `text` column.
 
     Raises:
-        FileNotFoundError: no such source. ValueError: no `text` column, or too little text for one batch.
+        FileNotFoundError: no such source. ValueError: no `text` column, or too little text for one block a rank.
     """
 
-    def __init__(self, source: str | Source, tokenizer: Any, block_length: int, batch_size: int, seed: int):
+    def __init__(self, source: str | Source, tokenizer: Any, block_length: int, seed: int):
         self._blocks = text_blocks(source, tokenizer, block_length)
-        self._sampler = sampler_for(self._blocks, batch_size, seed)
-        self.load_state_dict({"used": 0})
+        self._sampler = sampler_for(self._blocks, 1, seed)
+        self.load_state_dict({"epoch": 0, "blocks": 0})
 
-    def loss(self, model: Any) -> torch.Tensor:
-        """Mean cross-entropy of the next batch under `model` (an engine), with its graph."""
-        _, indices = next(self._stream)
-        self._used += 1
+    def loss(self, model: Any, count: int) -> torch.Tensor:
+        """Mean cross-entropy of the next `count` blocks of this rank under `model` (an engine), with its graph."""
+        indices = [next(self._stream)[1][0] for _ in range(count)]
+        self._used += count
         ids = self._blocks[torch.as_tensor(indices)].to(model.device)
         mask = torch.ones_like(ids)
         logits = model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
         return causal_lm_loss(logits, ids)[0]
 
     def state_dict(self) -> dict[str, int]:
-        return {"used": self._used}
+        """The epoch, and how many of its blocks all ranks together have read."""
+        epoch, steps = divmod(self._used, len(self._sampler))
+        return {"epoch": epoch, "blocks": steps * self._sampler.global_size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after the batches that a run has used."""
-        self._used = state["used"]
+        """Go on after the blocks that a run has read."""
+        self._used = state["epoch"] * len(self._sampler) + state["blocks"] // self._sampler.global_size
         self._stream = batch_stream(self._sampler, self._used)
 
 
@@ -63,7 +66,7 @@ def text_blocks(source: str | Source, tokenizer: Any, block_length: int) -> torc
     for place, record in open_source(source).train:
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
             raise ValueError(f"--unsupervised_dataset_name {name}: {place} has no `text` column of text")
-        ids = tokenizer(record["text"])["input_ids"]
+        ids = tokenizer(record["text"], verbose=False)["input_ids"]  # a text may be longer than the model
         stream += ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
     count = len(stream) // block_length
     if count == 0:

@@ -65,9 +65,8 @@ def main(argv: list[str] | None = None) -> None:
         actor.enable_ema(EMA_BETA)
     ptx = None
     if args.unsupervised_dataset_name:
-        block, size = args.max_prompt_seq_len + args.max_answer_seq_len, args.per_device_training_batch_size
         texts = text_source(args.unsupervised_dataset_name, args.unsupervised_dataset_config_name)
-        ptx = PTX(texts, tokenizer, block, size, args.seed)
+        ptx = PTX(texts, tokenizer, args.max_prompt_seq_len + args.max_answer_seq_len, args.seed)
     scale, kl = ScoreScale(), make_controller(args.kl_ctl, args.target_kl, args.kl_horizon)
     kept = {"score_scale": scale, "kl": kl, "data": prompts, **({"ptx": ptx} if ptx else {})}
     iteration = resume(args, models, kept) if args.resume else 0
@@ -115,11 +114,11 @@ def main(argv: list[str] | None = None) -> None:
             metrics.add_rollout(rollout, experience, kl.value, generated - clock, judged - generated)
 
             order = torch.Generator().manual_seed(args.seed + iteration)
-            for micro_batch, is_last in update_parts(
+            for part in update_parts(
                 experience, cut, epochs=args.ppo_epochs, window=args.gradient_accumulation_steps, generator=order
             ):
                 started, lr = time.perf_counter(), actor.get_lr()[0]
-                figures = update(models, micro_batch, args, kl_ctl=kl.value, ptx=ptx, is_last=is_last)
+                figures = update(models, part, args, kl_ctl=kl.value, ptx=ptx)
                 metrics.add(*figures.sums())
                 metrics.add_seconds("train_seconds", time.perf_counter() - started)
                 if actor.is_gradient_accumulation_start():

@@ -91,17 +91,17 @@ def test_rollout_figures():
 
 
 def test_update_figures_are_means_over_what_they_are_means_of():
-    """Two micro-batches of 2 and 1 tokens, of 1 and 3 answers: the actor loss weighs by answers, the rest by tokens."""
+    """Two micro-batches of 2 and 1 tokens, 1 and 3 answers (the actor loss weighs by these), 1 and 2 text blocks."""
     figures = {"ratio_mean": 1.0, "ratio_max": 1.5, "clip_fraction": 0.5, "approx_kl": 0.1, "kl_loss": 3.0}
     other = {**figures, "ratio_mean": 2.0, "ratio_max": 3.0, "clip_fraction": 0.0, "kl_loss": 0.0}
     figures, other = ({name: torch.tensor(value) for name, value in one.items()} for one in (figures, other))
     metrics, zero = StepMetrics(), torch.tensor(0.0)
-    metrics.add(*UpdateFigures(torch.tensor(4.0), zero, None, figures, tokens=2, units=1).sums())
-    metrics.add(*UpdateFigures(zero, torch.tensor(6.0), torch.tensor(0.5), other, tokens=1, units=3).sums())
+    metrics.add(*UpdateFigures(torch.tensor(4.0), zero, torch.tensor(2.0), figures, tokens=2, units=1, blocks=1).sums())
+    metrics.add(*UpdateFigures(zero, torch.tensor(6.0), torch.tensor(0.5), other, tokens=1, units=3, blocks=2).sums())
     line = metrics.flush(FakeEngine(), FakeEngine(), epoch=0, lr=0.0)
     assert line["actor_loss"] == pytest.approx(1.0)
     assert line["critic_loss"] == pytest.approx(2.0) and line["loss"] == pytest.approx(3.0)
-    assert line["ptx_loss"] == pytest.approx(0.5)
+    assert line["ptx_loss"] == pytest.approx(1.0)
     assert line["ratio_mean"] == pytest.approx(4 / 3) and line["ratio_max"] == 3.0
     assert line["clip_fraction"] == pytest.approx(1 / 3) and line["kl_loss"] == pytest.approx(2.0)
 
@@ -128,7 +128,7 @@ def test_the_figures_of_an_update_by_hand():
         loss, figures = policy_loss(new[rows], part.logprobs, part.advantages, part.response_mask, 0.2)
         critic, more = value_loss(new_values[rows], part.values, part.returns, part.response_mask, 0.2)
         tokens = 2 if rows == [0] else 1
-        metrics.add(*UpdateFigures(loss, critic, torch.tensor(0.6), figures | more, tokens, tokens).sums())
+        metrics.add(*UpdateFigures(loss, critic, torch.tensor(0.6), figures | more, tokens, tokens, 1).sums())
     metrics.add_seconds("train_seconds", 3.0)
     line = metrics.flush(FakeEngine(), FakeEngine(), epoch=4, lr=0.1)
     # -min(1.5, 1.2), -min(-1, -1.6), -4

@@ -38,8 +38,11 @@ class Step:
     critic_norm: float | None = None
 
 
-def slow_step(actor, reference, critic, reward, answers: list[Answer], noise, args: Namespace) -> Step:
-    """The step of `args` on `answers`; `noise[b][t]` is added to old log-probabilities and values."""
+def slow_step(actor, reference, critic, reward, answers: list[Answer], noise, args: Namespace, texts=()) -> Step:
+    """The step of `args` on `answers`, and on `texts`, lists of tokens of one length.
+
+    `noise[b][t]` is added to old log-probabilities and values.
+    """
     actor, reference, reward = (double(model) for model in (actor, reference, reward))
     critic = double(critic) if critic is not None else None
     new = [token_logprobs(actor, a.prompt, a.tokens, args.temperature) for a in answers]
@@ -85,9 +88,13 @@ def slow_step(actor, reference, critic, reward, answers: list[Answer], noise, ar
         for b, a in enumerate(answers)
     ]
     actor_loss = averaged([row for row, counts in zip(terms, trains, strict=True) if counts], args.loss_aggregation)
+    objective = actor_loss
+    if texts:
+        likelihoods = [x for ids in texts for x in token_logprobs(actor, ids[:1], ids[1:], 1.0)]
+        objective = objective - args.unsup_coef * sum(likelihoods) / len(likelihoods)
     step = Step(
         [[x.item() for x in row] for row in new], rewards, advantages, returns, actor_loss.item(),
-        norm(actor_loss, actor),
+        norm(objective, actor),
     )  # fmt: skip
     if values is not None:
         errors = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -18,8 +19,10 @@ from rlhf.ppo_metrics import StepMetrics
 from rlhf.ppo_models import load_models
 from rlhf.ppo_options import resolve_options
 from rlhf.ppo_update import update
+from rlhf.ptx import PTX, text_blocks
 from rlhf.rollout import generate, judge
 from rlhf.score_scale import ScoreScale
+from rlhf.training import sampler_for
 from stages.ppo import add_advantages, shaped_scores
 from tests.helpers import run_ranks
 from tests.rlhf.tiny_models import causal_model, folder
@@ -27,6 +30,7 @@ from tests.stages.slow_ppo import Answer, slow_step
 
 QUESTIONS = ["Say red.", "Say blue please, and green too.", "Hello", "What is six and ten?"]
 LONGEST = 6
+BLOCK = 12  # tokens of a text block for the PTX loss
 WHOLE = slice(None)
 
 
@@ -38,6 +42,14 @@ def score_folder(family: str, seed: int) -> Path:
         model.head.weight.mul_(20)  # scores and values of the size of one
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+    return path
+
+
+@cache
+def texts() -> Path:
+    path = Path(mkdtemp()) / "texts.jsonl"
+    rows = [{"text": f"The sun is hot. It is {i}, or cold. " * 3} for i in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -75,6 +87,9 @@ class Prepared:
         tokenizer = load_tokenizer(args.actor_model_name_or_path)
         self.args, self.models = args, load_models(args, 10, tokenizer)
         self.models.reference = causal_model(family, seed=1)
+        self.ptx = None
+        if args.unsupervised_dataset_name:
+            self.ptx = PTX(args.unsupervised_dataset_name, tokenizer, BLOCK, args.seed)
         rows = [{"prompt": f"\n\nHuman: {text}\n\nAssistant:"} for text in QUESTIONS]
         items = [{"prompt_ids": torch.tensor(encode_prompt(tokenizer, row)), "row": row} for row in rows][share]
         seeds = [seed * 100 + i for i in range(len(rows))][share]
@@ -115,10 +130,10 @@ class Prepared:
         metrics, args = StepMetrics(), self.args
         cut = Cut(args.per_device_training_batch_size, args.max_tokens_per_micro_batch)
         order = torch.Generator().manual_seed(1)
-        for batch, is_last in update_parts(
+        for part in update_parts(
             self.experience, cut, epochs=1, window=args.gradient_accumulation_steps, generator=order
         ):
-            figures = update(self.models, batch, args, kl_ctl=args.kl_ctl, ptx=None, is_last=is_last)
+            figures = update(self.models, part, args, kl_ctl=args.kl_ctl, ptx=self.ptx)
             metrics.add(*figures.sums())
         return metrics.flush(self.models.actor, self.models.critic, 0, 0.0)
 
@@ -152,7 +167,16 @@ CASES = {
     ),
     "reinforce++": ({"advantage_estimator": "reinforce++", "kl_in": "loss", "kl_estimator": "k2", "gamma": 0.95}, 0.1),
     "remax": ({"advantage_estimator": "remax", **GROUP}, 0.1),
+    "ptx": ({"unsupervised_dataset_name": texts(), "unsup_coef": 2.0}, 0.1),
 }  # fmt: skip
+
+
+def blocks(args, count: int) -> list[list[int]]:
+    """The first text blocks of a run; none without the PTX loss."""
+    if not args.unsupervised_dataset_name:
+        return []
+    every = text_blocks(args.unsupervised_dataset_name, load_tokenizer(args.actor_model_name_or_path), BLOCK)
+    return every[sampler_for(every, 1, args.seed).order(0)[:count]].tolist()
 
 
 @pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("gpt2", 1)])
@@ -164,7 +188,7 @@ def test_a_step_is_the_slow_one(case, family, seed):
     models, answers = ours.models, ours.answers()
     slow = slow_step(
         models.actor.module, models.reference, models.critic.module if models.critic else None,
-        models.scorer.model.module, answers, ours.noise.tolist(), args,
+        models.scorer.model.module, answers, ours.noise.tolist(), args, blocks(args, len(answers)),
     )  # fmt: skip
     got = ours.experience
     for b, answer in enumerate(answers):
@@ -210,7 +234,7 @@ def updated(share: slice = WHOLE, noise: float = 0.3, family: str | None = "llam
         eng.optimizer = torch.optim.SGD([p for group in eng.optimizer.param_groups for p in group["params"]], lr=1.0)
     line = ours.step()
     weights = {f"{i}.{name}": p.clone() for i, eng in enumerate(engines) for name, p in eng.gather_full_parameters()}
-    names = ("actor_loss", "critic_loss", "grad_norm", "critic_grad_norm", "ratio_mean")
+    names = ("actor_loss", "critic_loss", "grad_norm", "critic_grad_norm", "ratio_mean", "ptx_loss")
     return {name: line[name] for name in names if line[name] is not None}, weights
 
 
@@ -221,10 +245,13 @@ def same_update(one, other):
         torch.testing.assert_close(other[1][name], weight, atol=1e-5, rtol=0, msg=lambda text, name=name: name + text)
 
 
+PTX_FLAGS = {"unsupervised_dataset_name": texts(), "unsup_coef": 2.0}
 ESTIMATORS = {
-    "gae": {},
+    "gae": PTX_FLAGS,
     "grpo": {"advantage_estimator": "grpo", "kl_in": "loss", "loss_aggregation": "seq-mean-token-mean"},
-    "rloo, truncated masked": {"advantage_estimator": "rloo", "mask_truncated": True},
+    "rloo, truncated masked": {"advantage_estimator": "rloo", "mask_truncated": True, **PTX_FLAGS},
+    "reinforce++": {"advantage_estimator": "reinforce++", "loss_aggregation": "seq-mean-token-sum"},
+    "remax": {"advantage_estimator": "remax"},
 }
 
 

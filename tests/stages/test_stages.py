@@ -158,6 +158,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path, chain, data, stag
     if stage == "ppo":
         flags = {**PPO_SMALL, **ppo_models(chain / "sft", chain / "reward"), "max_steps": 6, "kl_ctl": 0.2}
         flags |= {"normalize_scores": True, "target_kl": 0.1, "enable_ema": True, "per_device_training_batch_size": 3}
+        flags["unsupervised_dataset_name"] = write_texts(tmp_path)
     whole = run(stage, tmp_path / "whole", data, save_interval=2, **flags)
     with pytest.raises(ValueError, match="holds checkpoints of an earlier run"):
         run(stage, tmp_path / "whole", data, **flags)
@@ -187,9 +188,14 @@ def test_nothing_moves_at_learning_rate_0(tmp_path, chain, data):
     assert all(line["kl_ref"] == 0 and line["ratio_max"] == pytest.approx(1.0, abs=1e-5) for line in metrics)
 
 
-def test_ptx_keeps_its_weight_out_of_the_reported_loss(tmp_path, chain, data):
-    texts = tmp_path / "texts.jsonl"
+def write_texts(folder):
+    texts = folder / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"The sun is hot. It is {i}. " * 10}) + "\n" for i in range(20)))
+    return texts
+
+
+def test_ptx_keeps_its_weight_out_of_the_reported_loss(tmp_path, chain, data):
+    texts = write_texts(tmp_path)
     flags = {**PPO_SMALL, **ppo_models(chain / "sft", chain / "reward"), "unsup_coef": 2.0}
     plain = trained(run("ppo", tmp_path / "plain", data, **flags))
     mixed = trained(run("ppo", tmp_path / "mixed", data, **flags, unsupervised_dataset_name=texts))
