@@ -73,7 +73,7 @@ def ppo_parser() -> Parser:
     add(
         "--eval_samples", type=non_negative_int, default=8, help="prompts shown with answers before and after"
     )
-    add("--gold_fn", help="module:name or file.py:name of a judge, called with (prompt, answer)")
+    add("--gold_fn", help="judge for evaluation, given and called as --reward_fn")
 
     output = output_group(parser)
     add = output.add_argument

@@ -49,7 +49,7 @@ def prompt_eval_parser() -> Parser:
     add("--model_name_or_path_baseline", required=True, help="the model to compare with: folder or hub name")
     add("--model_name_or_path_finetune", required=True, nargs="+", metavar="MODEL", help="the models to compare")
     add("--reward_model_name_or_path", help="a reward model that scores all answers")
-    add("--gold_fn", help="module:name or file.py:name of a judge, called with (prompt, answer)")
+    add("--gold_fn", help="judge for evaluation, given and called as PPO's --reward_fn")
 
     add = parser.add_argument_group("prompts").add_argument
     add(

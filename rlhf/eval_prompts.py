@@ -25,10 +25,10 @@ from data.opening import open_source
 from rlhf.answering import Answerer, default_device
 from rlhf.eval_flags import prompt_eval_parser
 from rlhf.flags import parse
-from rlhf.gold import load_gold
 from rlhf.metrics import write_json
 from rlhf.models import load_score_model, load_tokenizer, score_ids
 from rlhf.results import shown_prompt
+from rlhf.scoring import Answers, function_source
 
 # A spread of tasks a chat model should manage: facts, explaining to a child, a list, a story, advice, arithmetic.
 BUILT_IN = {
@@ -131,9 +131,10 @@ def _score(prompts: list[dict[str, Any]], rows: list[dict[str, Any]], args: Name
         for (_, one), score in zip(answers, found, strict=True):
             one["score"] = score
     if args.gold_fn:
-        gold = load_gold(args.gold_fn)
-        for prompt, one in answers:
-            one["gold"] = float(gold(prompt["prompt"], one["text"]))
+        gold = function_source(args.gold_fn, "--gold_fn")
+        rows, texts = [prompt for prompt, _ in answers], [one["text"] for _, one in answers]
+        for (_, one), mark in zip(answers, gold(Answers([row["prompt"] for row in rows], texts, rows)), strict=True):
+            one["gold"] = mark
 
 
 def summarize(rows: list[dict[str, Any]], decoding: str, paths: list[str]) -> dict[str, dict[str, float]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +20,9 @@ from engine import distributed
 from rlhf.metrics import write_json
 from rlhf.micro_batches import Cut
 from rlhf.rollout import Models, Rollout, generate, judge
+from rlhf.scoring import Answers, Source
 
 logger = logging.getLogger(__name__)
-
-GoldFunction = Callable[[str, str], float]
 
 
 class Evaluator:
@@ -34,7 +32,7 @@ class Evaluator:
     `reference_eval.json` what the reference's answers earned, for a resumed run.
     """
 
-    def __init__(self, items, tokenizer, args, sampling: dict, gold: GoldFunction | None, cut: Cut):
+    def __init__(self, items, tokenizer, args, sampling: dict, gold: Source | None, cut: Cut):
         limit = args.num_eval_prompts or len(items)
         self._items = [items[i] for i in range(min(limit, len(items)))]
         self._tokenizer, self._args, self._sampling, self._gold = tokenizer, args, sampling, gold
@@ -76,9 +74,8 @@ class Evaluator:
         answers = rollout.texts(self._tokenizer)
         earned = {"score": experience.scores.tolist()}
         if self._gold is not None:
-            earned["gold"] = [
-                float(self._gold(item["row"]["prompt"], answer)) for item, answer in zip(items, answers, strict=True)
-            ]
+            rows = [item["row"] for item in items]
+            earned["gold"] = self._gold(Answers([row["prompt"] for row in rows], answers, rows))
             columns["gold_rate"] = torch.tensor(earned["gold"])
         reference = self._reference(earned, is_reference=label == "before")
         for name, column in (("score", "win_rate"), ("gold", "gold_win_rate")):

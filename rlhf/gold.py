@@ -1,4 +1,4 @@
-"""The gold function that judges answers in evaluation, given as `package.module:function` or `file.py:function`."""
+"""A user's function that judges answers, given as `package.module:function` or `file.py:function`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhf.model_files import one_line
 
 
 def load_gold(spec: str) -> Callable[..., Any]:
-    """The function `spec` names; called as `function(prompt, answer) -> float`, the prompt in marker form.
+    """The function `spec` names; `rlhf.scoring` says how it is called.
 
     Raises:
         ValueError: not of the form NAME:FUNCTION, the module fails when imported, or it has no such function.

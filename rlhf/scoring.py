@@ -93,8 +93,9 @@ class Scorer:
         return scores
 
 
-def function_source(spec: str) -> Source:
-    """Scores by the Python function that `spec` names, `package.module:function` or `file.py:function`.
+def function_source(spec: str, flag: str = "--reward_fn") -> Source:
+    """Scores by the Python function that `spec`, the value of `flag`, names: `package.module:function` or
+    `file.py:function`.
 
     Raises:
         ValueError, FileNotFoundError: there is no such function. When called, ValueError: the function fails, or
@@ -104,7 +105,7 @@ def function_source(spec: str) -> Source:
     parameters = list(inspect.signature(function).parameters)
     at_once = bool(parameters) and parameters[0] == "prompts"
     wants_row = ("rows" if at_once else "row") in parameters
-    name = f"--reward_fn {spec}"
+    name = f"{flag} {spec}"
 
     def score(answers: Answers) -> list[float]:
         try:

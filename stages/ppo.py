@@ -22,7 +22,6 @@ from rlhf.estimators import estimate_advantages
 from rlhf.evaluation import Evaluator, show
 from rlhf.experience import Experience
 from rlhf.feed import Feed, open_feed, take_up
-from rlhf.gold import load_gold
 from rlhf.kl import make_controller
 from rlhf.launch import stage_main
 from rlhf.metrics import MetricsWriter
@@ -35,6 +34,7 @@ from rlhf.progress import Progress
 from rlhf.ptx import PTX, text_source
 from rlhf.rollout import Models, Rollout, generate, judge
 from rlhf.score_scale import ScoreScale
+from rlhf.scoring import function_source
 from rlhf.stage_data import load_data, stage_tokenizer
 from rlhf.stage_run import end_run, start_run
 from rlhf.steps import is_due
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     start_run(args)
 
     tokenizer = stage_tokenizer(args.actor_model_name_or_path, args, trained="--actor_model_name_or_path")
-    gold = load_gold(args.gold_fn) if args.gold_fn else None
+    gold = function_source(args.gold_fn, "--gold_fn") if args.gold_fn else None
     data = load_data("ppo", tokenizer, args)
 
     answers = answers_per_iteration(args)

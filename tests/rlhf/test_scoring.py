@@ -38,7 +38,7 @@ def nothing(prompt, answer): pass
 def fails(prompt, answer): raise KeyError("no such\\nkey")
 def constant(prompt, answer): return 0.5
 """)
-    return lambda name: function_source(f"{path}:{name}")
+    return lambda name, *flag: function_source(f"{path}:{name}", *flag)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,11 @@ def test_what_is_wrong_with_a_function_is_one_line(functions, name, message):
     with pytest.raises(ValueError, match=message) as error:
         functions(name)(ANSWERS)
     assert f"rewards.py:{name}" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_function_of_another_flag_is_named_by_it(functions):
+    with pytest.raises(ValueError, match="^--gold_fn .*:nothing gave None for answer 1"):
+        functions("nothing", "--gold_fn")(ANSWERS)
 
 
 @pytest.fixture

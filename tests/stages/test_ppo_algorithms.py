@@ -150,7 +150,7 @@ def two_rank_eval(rank, world, output, data, flags):
 def test_evaluation_compares_with_the_reference_and_shows_answers(tmp_path, data, rewards, capsys):
     """The score is the answer's length, and gold says whether it is above 12 characters."""
     gold = tmp_path / "gold.py"
-    gold.write_text("def judge(prompt, answer): return float(len(answer) > 12)\n")
+    gold.write_text("def judge(prompts, answers): return [float(len(answer) > 12) for answer in answers]\n")
     flags = {"reward_fn": f"{rewards}:length", "gold_fn": f"{gold}:judge", "advantage_estimator": "reinforce++"}
     flags |= {"eval_fraction": 0.5, "actor_learning_rate": 0.01, "max_steps": 4, "eval_interval": 1}
     flags |= {"actor_model_name_or_path": tiny_models.folder(), "enable_tensorboard": True, "save_interval": 1}
