@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from data import Source, open_source, parse_source
+from data.cache import tokenizer_hash
+from data.identity import refuse_other, source_identity
 from rlhf.experience import positions
 from rlhf.losses import causal_lm_loss
 from rlhf.training import batch_stream, sampler_for
@@ -31,7 +33,12 @@ class PTX:
     def __init__(self, source: str | Source, tokenizer: Any, block_length: int, seed: int):
         self._blocks = text_blocks(source, tokenizer, block_length)
         self._sampler = sampler_for(self._blocks, 1, seed)
-        self.load_state_dict({"epoch": 0, "blocks": 0})
+        opened = open_source(source)
+        self._identity = {
+            "all": {"tokenizer": tokenizer_hash(tokenizer), "tokens of a text block": block_length, "seed": seed},
+            "sources": [source_identity(opened.source, opened.content_hash())],
+        }
+        self.load_state_dict({"epoch": 0, "blocks": 0, "identity": self._identity})
 
     def loss(self, model: Any, count: int) -> torch.Tensor:
         """Mean cross-entropy of the next `count` blocks of this rank under `model` (an engine), with its graph."""
@@ -42,13 +49,14 @@ class PTX:
         logits = model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
         return causal_lm_loss(logits, ids)[0]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The epoch, and how many of its blocks all ranks together have read."""
         epoch, steps = divmod(self._used, len(self._sampler))
-        return {"epoch": epoch, "blocks": steps * self._sampler.global_size}
+        return {"epoch": epoch, "blocks": steps * self._sampler.global_size, "identity": self._identity}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after the blocks that a run has read."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the blocks that a run has read. Raises ValueError when they were others than these."""
+        refuse_other(state.get("identity"), self._identity)
         self._used = state["epoch"] * len(self._sampler) + state["blocks"] // self._sampler.global_size
         self._stream = batch_stream(self._sampler, self._used)
 
