@@ -17,7 +17,7 @@ from data.opening import Opened, Records
 from data.pairing import Pool, Scored, is_scored
 from data.report import OTHER_STAGES, SourceReport, summary, totals
 from data.shapes import Row
-from data.splits import Ratios, hold_out, parse_ratios, repeats, split_rows
+from data.splits import Ratios, hold_out, repeats, split_rows
 from data.store import Item, StoreWriter
 
 CACHE_VERSION = 7
@@ -88,7 +88,7 @@ class Builder:
         report = cache.build_once(folder, lambda temporary: self.build(temporary, hashes))["report"]
         self.check(report, min_train)
         sources = [
-            source_identity(opened.source, found, data_split=",".join(map(str, parse_ratios(ratios))))
+            source_identity(opened.source, found, ratios)
             for (opened, ratios), found in zip(self.sources, hashes, strict=True)
         ]
         shared = {"seed": self.seed, "eval_fraction": self.eval_fraction}

@@ -16,6 +16,7 @@ from typing import Any
 
 from data.items import Rules
 from data.sources import Source
+from data.splits import Ratios, parse_ratios
 
 CONTENT, TOKENIZER = "content", "tokenizer"
 _FIX = {
@@ -34,10 +35,11 @@ def identity_of(shared: dict[str, Any], rules: Rules, tokenizer: str, sources: l
     return {"all": {TOKENIZER: tokenizer, **wanted, **shared}, "sources": sources}
 
 
-def source_identity(source: Source, content: str, **order: Any) -> dict[str, Any]:
-    """Of one source. `content`: a hash of what is in it; `order`: what else its rows' order hangs on."""
+def source_identity(source: Source, content: str, ratios: Ratios | None = None) -> dict[str, Any]:
+    """Of one source. `content`: a hash of what is in it; `ratios`: of its deal to the stages, if it is dealt."""
     asked = asdict(source)
-    return {"source": asked.pop("name"), CONTENT: content, **asked, **order}
+    deal = {} if ratios is None else {"data_split": ",".join(map(str, parse_ratios(ratios)))}
+    return {"source": asked.pop("name"), CONTENT: content, **asked, **deal}
 
 
 def refuse_other(saved: Identity | None, now: Identity) -> None:

@@ -32,10 +32,6 @@ class Dealer:
         self.cut = self.high - (self.high - self.low) * Fraction(str(eval_fraction))
         self.seed = seed
 
-    def bounds(self) -> list[str]:
-        """Where this stage's training and evaluation rows begin and end, of 1."""
-        return [str(self.low), str(self.cut), str(self.high)]
-
     def part(self, number: int) -> str | None:
         """ "train", "eval", or None for another stage's record."""
         digest = hashlib.blake2b(f"{self.seed}:{number}".encode(), digest_size=8).digest()

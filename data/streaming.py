@@ -82,8 +82,9 @@ def stream_stage_data(
             # an evaluation part of its own serves instead of training rows
             dealer = Dealer(stage, ratios, seed, 0.0 if opened.eval is not None else eval_fraction)
             streams.append(SourceStream(opened, dealer, tokenizer, rules, flow, len(streams)))
-            described.append(source_identity(opened.source, opened.content_mark(), data_split=dealer.bounds()))
-    shared = {"seed": seed, "shuffle_buffer": buffer_rows}
+            one = source_identity(opened.source, opened.content_mark(), ratios)
+            described.append({**one, "an evaluation part": opened.eval is not None})
+    shared = {"seed": seed, "eval_fraction": eval_fraction, "shuffle_buffer": buffer_rows}
     return ItemStream(streams, identity_of(shared, rules, tokenizer_hash(tokenizer), described))
 
 

@@ -84,7 +84,8 @@ def test_cut_at_random_again_and_again(tmp_path, case):
         ({"seed": 4}, "is of data with seed 3, this run has 4: resume with the data flags"),
         ({"max_seq_len": 99}, "is of data with max_tokens None, this run has 99: resume"),
         ({"truncation": "drop"}, "is of data with truncation left, this run has drop: resume"),
-        ({"data_split": "0,1,1"}, "is of .*rows.jsonl with data_split .*: resume"),
+        ({"data_split": "0,1,1"}, "is of .*rows.jsonl with data_split 0,1,0, this run has 0,1,1: resume"),
+        ({"eval_fraction": 0.5}, "is of data with eval_fraction 0.0, this run has 0.5: resume"),
         ({"data_format": "prompt-pair"}, "is of .*rows.jsonl with shape None, this run has prompt-pair: resume"),
         ({"source": "?limit=50"}, "is of .*rows.jsonl with limit None, this run has 50: resume"),
         ({"source": "?columns=prompt>question"}, "is of .*rows.jsonl with columns {}, this run has .*question.*: res"),
@@ -106,6 +107,10 @@ def test_a_position_in_other_sources_is_refused(tmp_path):
         stream(paths[::-1]).load_state_dict(stream(paths).state_dict())
     with pytest.raises(ValueError, match="of 2 sources, this run has 1"):
         stream(paths[0]).load_state_dict(stream(paths).state_dict())
+    state = stream(tmp_path).state_dict()
+    write(tmp_path / "test.jsonl", 5)
+    with pytest.raises(ValueError, match="with an evaluation part False, this run has True"):
+        stream(tmp_path).load_state_dict(state)
 
 
 def test_files_that_changed_are_refused_and_moved_ones_are_not(tmp_path, monkeypatch):
