@@ -24,6 +24,7 @@ from data.chat import encode_dialogue, stop_token_ids
 from data.markers import split_last_answer
 from rlhf.experience import Experience, positions
 from rlhf.model_files import quiet, read, read_config, resolve
+from rlhf.position_limit import guard_positions
 
 PAD_TOKEN = "<|pad|>"
 # Names under which tokenizers ship a padding token that they do not announce.
@@ -273,6 +274,7 @@ def _load(auto_class, path, config, dtype) -> tuple[PreTrainedModel, list[str]]:
             dtype=torch.float32 if dtype is None else dtype,
             output_loading_info=True,
         )
+    guard_positions(model)
     mismatched = [entry[0] if isinstance(entry, tuple) else entry for entry in report.get("mismatched_keys", ())]
     return model.eval(), sorted({*report["missing_keys"], *mismatched})
 

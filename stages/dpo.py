@@ -29,6 +29,7 @@ from rlhf.lora import WithoutAdapters
 from rlhf.losses import dpo_loss
 from rlhf.metrics import MetricAccumulator, MetricsWriter
 from rlhf.models import load_actor
+from rlhf.position_limit import check_longest
 from rlhf.progress import Progress
 from rlhf.stage_data import collate_with, load_data, stage_tokenizer
 from rlhf.stage_run import end_run, start_run, step_figures
@@ -60,6 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     total_steps = count_steps(feed.batches_per_epoch, args, done)
     # no dropout unless asked for: with it the policy would not start at the reference
     model = load_actor(args.model_name_or_path, dropout=args.dropout or 0.0)
+    check_longest(model, data.train)
     eng = stage_engine(model, args, path=args.model_name_or_path, total_steps=total_steps)
     if args.lora_dim and args.only_optimize_lora:
         reference = WithoutAdapters(eng)

@@ -26,6 +26,7 @@ from rlhf.kl import make_controller
 from rlhf.launch import stage_main
 from rlhf.metrics import MetricsWriter
 from rlhf.micro_batches import Cut, update_parts
+from rlhf.position_limit import check_longest
 from rlhf.ppo_metrics import StepMetrics
 from rlhf.ppo_models import last_checkpoints, load_models, resume, save, save_models
 from rlhf.ppo_options import answers_per_iteration, count_ppo_steps, resolve_options
@@ -61,6 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     total_steps = count_ppo_steps(prompts.batches_per_epoch, answers, args, done)
     models = load_models(args, total_steps, tokenizer)
     actor, critic = models.actor, models.critic
+    check_longest(actor.module, data.train, args.max_answer_seq_len)
     if args.enable_ema:
         actor.enable_ema(EMA_BETA)
     ptx = None

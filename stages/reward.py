@@ -23,6 +23,7 @@ from rlhf.launch import stage_main
 from rlhf.losses import pair_loss, pair_token_loss, single_loss
 from rlhf.metrics import MetricsWriter
 from rlhf.models import end_scores, new_score_model
+from rlhf.position_limit import check_longest
 from rlhf.progress import Progress
 from rlhf.reward_metrics import Judged, RewardEvaluation, RewardMeter
 from rlhf.stage_data import collate_with, load_data, source_names, stage_tokenizer
@@ -54,6 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     model = new_score_model(args.model_name_or_path, tokenizer, seed=args.seed, dropout=args.dropout)
     if args.add_eot_token:
         fit_end_token(model.model, tokenizer)
+    check_longest(model, data.train)
     eng = stage_engine(model, args, path=args.model_name_or_path, total_steps=total_steps)
     if args.resume:
         eng.load_checkpoint(checkpoint_folder(args))

@@ -25,6 +25,7 @@ from rlhf.losses import causal_lm_loss
 from rlhf.metrics import MetricsWriter
 from rlhf.models import load_actor
 from rlhf.packing import check_packing, packed_logits
+from rlhf.position_limit import check_longest
 from rlhf.progress import Progress
 from rlhf.stage_data import load_data, sft_collates, stage_tokenizer
 from rlhf.stage_run import end_run, start_run, step_figures
@@ -60,6 +61,7 @@ def main(argv: list[str] | None = None) -> None:
         fit_end_token(model, tokenizer)
     if args.packing:
         check_packing(model, args.max_seq_len)
+    check_longest(model, data.train)
     eng = stage_engine(model, args, path=model_path, total_steps=total_steps)
     if args.resume:
         eng.load_checkpoint(checkpoint_folder(args))
