@@ -36,6 +36,7 @@ def test_a_streamed_run_goes_on_as_if_it_had_not_stopped(tmp_path, data, reward_
     half = tmp_path / "half"
     save, tag = (1, "iteration1") if stage == "ppo" else (2, "global_step2")
     whole = figures(run(stage, half, data, **flags, save_interval=save), stage)
+    report = json.loads((half / "data_report.json").read_text())
     for latest in (half / "checkpoints").rglob("latest"):  # as if it had been killed behind its first checkpoint
         assert (latest.parent / tag).is_dir()
         latest.write_text(tag)
@@ -43,7 +44,7 @@ def test_a_streamed_run_goes_on_as_if_it_had_not_stopped(tmp_path, data, reward_
     assert [row[0] for row in resumed] == [1, 2, 3, 4]
     for got, want in zip(resumed, whole, strict=True):
         assert got == pytest.approx(want, rel=1e-5)
-    report = json.loads((half / "data_report.json").read_text())
+    assert json.loads((half / "data_report.json").read_text()) == report, "rows before the cut are counted once"
     (source,) = report["sources"]
     assert report["streaming"] and source["rows_train"] > 0
     assert source["rows_read"] == source["rows_train"] + source["rows_eval"] + sum(source["rows_dropped"].values())
