@@ -20,7 +20,7 @@ from data.shapes import Row
 from data.splits import Ratios, hold_out, repeats, split_rows
 from data.store import Item, StoreWriter
 
-CACHE_VERSION = 7
+CACHE_VERSION = 8
 BATCH_RECORDS = 2048
 MOST_ITEMS = 2**31
 
