@@ -171,7 +171,7 @@ def _ppo_algorithm_group(parser: Parser) -> None:
     )
     add(
         "--target_kl",
-        type=non_negative_float,
+        type=positive_float,
         help="adapt the KL weight towards this KL per answer; fixed without",
     )
     add("--kl_horizon", type=positive_int, default=10000, help="answers over which the KL weight adapts")

@@ -101,6 +101,6 @@ class AdaptiveKL(FixedKL):
 
 def make_controller(kl_ctl: float, target_kl: float | None = None, kl_horizon: float | None = None) -> FixedKL:
     """Adaptive where a target is given (then with a horizon), else fixed at `kl_ctl`."""
-    if not target_kl:
+    if target_kl is None:
         return FixedKL(kl_ctl)
     return AdaptiveKL(kl_ctl, target_kl, kl_horizon or 0.0)

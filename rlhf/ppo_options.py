@@ -7,6 +7,10 @@ from argparse import Namespace
 from rlhf.choices import CRITIC_FREE, GROUPED
 from rlhf.steps import NOTHING, Done, count_steps
 
+CUT_SAMPLING = (
+    "--top_k and --top_p leave tokens out when answers are sampled; log-probabilities, ratios and KL stay those of the "
+    "whole distribution, so that updates are biased"
+)
 GROUP_SIZE = 8  # answers a prompt of grpo and rloo when not said
 
 

@@ -20,6 +20,7 @@ import torch
 
 import engine
 from data import collate_answers
+from rlhf.activations import activation_bytes
 from rlhf.arguments import dpo_parser, parse
 from rlhf.dry_run import dry_run
 from rlhf.experience import answer_logprobs
@@ -82,11 +83,13 @@ def main(argv: list[str] | None = None) -> None:
         for step in range(eng.global_steps + 1, total_steps + 1):
             started, lr, meter = time.perf_counter(), eng.get_lr()[0], MetricAccumulator()
             eng.train()
-            tokens = 0
+            tokens = activations = 0
             for _ in range(accumulation):
                 epoch, _, items = next(feed)
                 batch = to_device(collate(items), eng.device)
-                loss, figures = batch_loss(eng, reference, batch, args)
+                with activation_bytes(eng.module) as kept:
+                    loss, figures = batch_loss(eng, reference, batch, args)
+                activations = max(activations, *kept)
                 eng.backward(loss, weight=len(items))
                 eng.step()
                 add(meter, figures)
@@ -95,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
             tokens = int(engine.distributed.all_reduce_sums([tokens])[0])
             seconds = time.perf_counter() - started
             shown = {"loss": metrics["loss"], "accuracy": metrics["accuracy"], "margin": metrics["reward_margin"]}
-            line = step_figures(eng, lr=lr, epoch=epoch, tokens=tokens, seconds=seconds)
+            line = step_figures(eng, lr=lr, epoch=epoch, tokens=tokens, seconds=seconds, activations=activations)
             writer.log(step, {**metrics, **line})
             progress.update(step, **shown)
             if is_due(step, eval_interval) or step == total_steps:
@@ -104,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
                 eng.save_checkpoint(checkpoint_folder(args), client_state={"data": feed.state_dict()})
 
     save_model(eng, tokenizer, args.output_dir)
-    end_run(args, data, writer)
+    end_run(args, data, writer, eng)
 
 
 def batch_loss(model, reference, batch: dict[str, torch.Tensor], args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

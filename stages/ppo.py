@@ -14,6 +14,7 @@ from argparse import Namespace
 import torch
 
 import engine
+from engine.monitor import warn_once
 from rlhf.advantage import shape_rewards, shape_scores, whiten
 from rlhf.arguments import parse, ppo_parser
 from rlhf.choices import WHITENED
@@ -29,7 +30,7 @@ from rlhf.micro_batches import Cut, update_parts
 from rlhf.position_limit import check_longest
 from rlhf.ppo_metrics import StepMetrics
 from rlhf.ppo_models import last_checkpoints, load_models, resume, save, save_models
-from rlhf.ppo_options import answers_per_iteration, count_ppo_steps, resolve_options
+from rlhf.ppo_options import CUT_SAMPLING, answers_per_iteration, count_ppo_steps, resolve_options
 from rlhf.ppo_update import update
 from rlhf.progress import Progress
 from rlhf.ptx import PTX, text_source
@@ -51,6 +52,8 @@ def main(argv: list[str] | None = None) -> None:
         return dry_run("ppo", args)
     resolve_options(args)
     start_run(args)
+    if args.top_k or args.top_p < 1:
+        warn_once(CUT_SAMPLING)
 
     tokenizer = stage_tokenizer(args.actor_model_name_or_path, args, trained="--actor_model_name_or_path")
     gold = function_source(args.gold_fn, "--gold_fn") if args.gold_fn else None
@@ -144,7 +147,7 @@ def main(argv: list[str] | None = None) -> None:
         save_models(args, models, tokenizer)
         evaluate(evaluator, models, writer, progress, "after")
 
-    end_run(args, data, writer)
+    end_run(args, data, writer, actor, critic)
 
 
 def evaluate(

@@ -15,6 +15,7 @@ import time
 import torch
 
 from data import collate_answers
+from rlhf.activations import activation_bytes
 from rlhf.arguments import parse, reward_parser
 from rlhf.dry_run import dry_run
 from rlhf.end_token import fit_end_token
@@ -67,17 +68,21 @@ def main(argv: list[str] | None = None) -> None:
         for step in range(eng.global_steps + 1, total_steps + 1):
             started, lr, meter = time.perf_counter(), eng.get_lr()[0], RewardMeter()
             eng.train()
+            activations = 0
             for _ in range(accumulation):
                 epoch, _, items = next(feed)
                 batch = to_device(collate(items), eng.device)
-                loss, judged = batch_loss(eng, batch, args)
+                with activation_bytes(eng.module) as kept:
+                    loss, judged = batch_loss(eng, batch, args)
+                activations = max(activations, *kept)
                 eng.backward(loss, weight=len(items))
                 eng.step()
                 meter.add(judged)
             metrics = meter.reduce()
             seconds = time.perf_counter() - started
             shown = {"loss": metrics["loss"], "accuracy": metrics["accuracy"], "lr": lr}
-            line = step_figures(eng, lr=lr, epoch=epoch, tokens=metrics["tokens"], seconds=seconds)
+            tokens = metrics["tokens"]
+            line = step_figures(eng, lr=lr, epoch=epoch, tokens=tokens, seconds=seconds, activations=activations)
             writer.log(step, {**metrics, **line})
             progress.update(step, **shown)
             if is_due(step, eval_interval) or step == total_steps:
@@ -87,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
                 eng.save_checkpoint(checkpoint_folder(args), client_state={"data": feed.state_dict()})
 
     save_model(eng, tokenizer, args.output_dir)
-    end_run(args, data, writer)
+    end_run(args, data, writer, eng)
 
 
 def batch_loss(model, batch: dict[str, torch.Tensor], args) -> tuple[torch.Tensor, Judged]:

@@ -15,6 +15,7 @@ from data import load_rows
 from data.sources import with_shape
 from engine.distributed import all_reduce_sums
 from rlhf import recipes
+from rlhf.activations import activation_bytes
 from rlhf.arguments import parse, sft_parser
 from rlhf.dry_run import dry_run
 from rlhf.end_token import fit_end_token
@@ -75,17 +76,20 @@ def main(argv: list[str] | None = None) -> None:
         for step in range(eng.global_steps + 1, total_steps + 1):
             started, lr, totals = time.perf_counter(), eng.get_lr()[0], torch.zeros(3, dtype=torch.float64)
             eng.train()
+            activations = 0
             for _ in range(accumulation):
                 epoch, _, items = next(feed)
                 batch = to_device(collate(items), eng.device)
-                loss, count = batch_loss(eng, batch)
+                with activation_bytes(eng.module) as kept:
+                    loss, count = batch_loss(eng, batch)
+                activations = max(activations, *kept)
                 loss = eng.backward(loss, weight=count)
                 eng.step()
                 totals += torch.tensor([float(loss) * count, count, int(batch["attention_mask"].sum())])
             loss_sum, count, tokens = all_reduce_sums(totals.tolist())
             seconds = time.perf_counter() - started
             shown = {"loss": loss_sum / max(count, 1), "lr": lr, "grad_norm": eng.get_global_grad_norm()}
-            line = step_figures(eng, lr=lr, epoch=epoch, tokens=tokens, seconds=seconds)
+            line = step_figures(eng, lr=lr, epoch=epoch, tokens=tokens, seconds=seconds, activations=activations)
             writer.log(step, {**shown, **line})
             progress.update(step, **shown)
             if args.print_loss:
@@ -96,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
                 eng.save_checkpoint(checkpoint_folder(args), client_state={"data": feed.state_dict()})
 
     save_model(eng, tokenizer, args.output_dir)
-    end_run(args, data, writer)
+    end_run(args, data, writer, eng)
 
 
 def batch_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:

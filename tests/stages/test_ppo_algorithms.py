@@ -109,6 +109,22 @@ def test_an_update_stops_once_the_policy_has_gone_too_far(tmp_path, data, reward
     assert [line["approx_kl"] > 1e-9 for line in cut] == [False, True] * iterations
 
 
+def test_where_nothing_trains_the_end_says_so(tmp_path, data, rewards, caplog):
+    """Every answer is cut off at once, and masked. A PTX loss trains all the same."""
+    flags = {"reward_fn": f"{rewards}:length", "advantage_estimator": "reinforce++", "max_steps": 2, "top_p": 0.9}
+    flags |= {"mask_truncated": True, "max_answer_seq_len": 1}
+    metrics = trained(ppo(tmp_path / "still", data, **flags))
+    assert not moved(tmp_path / "still") and metrics[-1]["truncated_fraction"] == 1 and metrics[-1]["skipped"] == 2
+    assert "2 of 2 updates of LlamaForCausalLM changed nothing" in caplog.text
+    assert "--top_k and --top_p leave tokens out" in caplog.text
+    caplog.clear()
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": "It is hot. " * 99}))
+    metrics = trained(ppo(tmp_path / "ptx", data, **{**flags, "top_p": 1.0}, unsupervised_dataset_name=texts))
+    assert moved(tmp_path / "ptx") and metrics[-1]["skipped"] == metrics[-1]["actor_loss"] == 0
+    assert not caplog.text
+
+
 def test_every_flag_of_the_losses_runs_in_one(tmp_path, data, rewards):
     flags = {
         "reward_fn": f"{rewards}:length", "reward_fn_weight": 2.0, "kl_in": "loss", "kl_estimator": "k3+",

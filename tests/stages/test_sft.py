@@ -54,7 +54,14 @@ def test_loss_and_perplexity_are_those_of_every_assistant_turn(tmp_path, pad):
         AutoModelForCausalLM.from_pretrained(folder).double().eval() for folder in (base, tmp_path / "out")
     )
     loss, _ = slow_loss(before, tokenizer, dialogues[:8])
-    assert trained(metrics)[0]["loss"] == pytest.approx(loss, abs=1e-5)
+    first = trained(metrics)[0]
+    assert first["loss"] == pytest.approx(loss, abs=1e-5)
+    whole = [encode_dialogue(tokenizer, turns[:-1], turns[-1]["content"])[0] for turns in dialogues[:8]]
+    assert first["tokens"] == sum(map(len, whole)) and (first["epoch"], first["skipped"]) == (0, 0)
+    assert first["lr"] == pytest.approx(1e-3)
+    assert first["tokens_per_second"] == pytest.approx(first["tokens"] / first["step_seconds"])
+    # the logits at least: of all positions, padding too
+    assert first["activation_bytes"] > 4 * 8 * max(map(len, whole)) * tiny_models.VOCABULARY
     for line, model in ((metrics[0], before), (metrics[-1], after)):
         loss, tokens = slow_loss(model, tokenizer, dialogues[8:])
         assert (line["loss"], line["tokens"]) == (pytest.approx(loss, abs=1e-5), tokens)

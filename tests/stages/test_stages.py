@@ -16,6 +16,7 @@ from tests.rlhf import tiny_models
 from tests.stages.kit import PPO_SMALL, ppo_models, run, trained, write_rows
 
 COMMON = {"stage", "step", "epoch", "loss", "lr", "grad_norm", "tokens", "skipped", "step_seconds", "tokens_per_second"}
+COMMON |= {"activation_bytes"}
 REWARD = COMMON | {"accuracy", "chosen_score", "rejected_score"}
 PPO = COMMON | {
     "actor_loss", "critic_loss", "ptx_loss", "ratio_mean", "ratio_max", "clip_fraction", "approx_kl", "kl_ref",
