@@ -12,6 +12,7 @@ import time
 import torch
 
 from data import load_rows
+from data.chat import IGNORE
 from data.sources import with_shape
 from engine.distributed import all_reduce_sums
 from rlhf import recipes
@@ -107,11 +108,13 @@ def batch_loss(model, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int
     """Mean cross-entropy over the micro-batch's supervised tokens, and their number."""
     if "dialogue_ids" in batch:
         return causal_lm_loss(packed_logits(model, batch), batch["labels"])
-    mask = batch["attention_mask"]
+    ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
+    # logits, the largest tensor of all, from where the first supervised token of the batch is predicted
+    kept = labels.shape[1] - max(0, int((labels != IGNORE).any(0).int().argmax()) - 1)
     logits = model(
-        input_ids=batch["input_ids"], attention_mask=mask, position_ids=positions(mask), use_cache=False
-    ).logits
-    return causal_lm_loss(logits, batch["labels"])
+        input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False, logits_to_keep=kept
+    ).logits[:, -kept:]
+    return causal_lm_loss(logits, labels[:, -kept:])
 
 
 @torch.no_grad()

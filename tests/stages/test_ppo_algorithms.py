@@ -63,6 +63,16 @@ def test_a_constant_reward_moves_nothing_and_another_does(tmp_path, data, reward
     assert (metrics[0]["critic_loss"] is None) == (estimator != "gae")
 
 
+def test_a_large_kl_coefficient_holds_the_policy_at_the_reference(tmp_path, data, rewards):
+    flags = {"reward_fn": f"{rewards}:length", "per_device_generation_batch_size": 16, "num_train_epochs": 20}
+    flags |= {"per_device_training_batch_size": 16, "max_steps": 20, "lr_scheduler_type": "constant"}
+    kl = {}
+    for weight in (0, 10):
+        metrics = trained(ppo(tmp_path / str(weight), data, **flags, kl_ctl=weight))
+        kl[weight] = sum(line["kl_ref"] for line in metrics[10:]) / 10
+    assert abs(kl[10]) < 0.1 and kl[0] > 0.3
+
+
 def two_rank_ppo(rank, world, output, data, flags):
     ppo(output, data, **flags)
 

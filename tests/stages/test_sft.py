@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.chat import encode_dialogue, encode_prompt
+from stages import sft
 from tests.rlhf import tiny_models
 from tests.stages.kit import WORDS, run, trained, write_rows
 
@@ -60,13 +61,32 @@ def test_loss_and_perplexity_are_those_of_every_assistant_turn(tmp_path, pad):
     assert first["tokens"] == sum(map(len, whole)) and (first["epoch"], first["skipped"]) == (0, 0)
     assert first["lr"] == pytest.approx(1e-3)
     assert first["tokens_per_second"] == pytest.approx(first["tokens"] / first["step_seconds"])
-    # the logits at least: of all positions, padding too
-    assert first["activation_bytes"] > 4 * 8 * max(map(len, whole)) * tiny_models.VOCABULARY
+    # the logits at least: of all positions behind the shortest prompt, padding too
+    longest, shortest = max(map(len, whole)), min(len(encode_prompt(tokenizer, turns[:1])) for turns in dialogues[:8])
+    assert first["activation_bytes"] > 4 * 8 * (longest - shortest) * tiny_models.VOCABULARY
     for line, model in ((metrics[0], before), (metrics[-1], after)):
         loss, tokens = slow_loss(model, tokenizer, dialogues[8:])
         assert (line["loss"], line["tokens"]) == (pytest.approx(loss, abs=1e-5), tokens)
         assert line["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
     assert [line["step"] for line in metrics if line.get("eval")][0] == 0
+
+
+def test_logits_are_asked_for_where_answers_are_predicted():
+    """From the last token of the shortest prompt on; of all positions where nothing, or the prompt too, is trained."""
+    model, asked = tiny_models.causal_model(), []
+    model.register_forward_pre_hook(lambda module, args, given: asked.append(given["logits_to_keep"]), with_kwargs=True)
+    ids = torch.arange(3, 23).view(2, 10)
+    for starts, kept in (((4, 6), 7), ((9, 8), 3), ((0, 5), 10), ((1, 5), 10), ((10, 10), 10)):
+        labels = ids.clone()
+        for row, start in zip(labels, starts, strict=True):
+            row[:start] = -100
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids, dtype=torch.bool), "labels": labels}
+        with torch.no_grad():
+            loss, count = sft.batch_loss(model, batch)
+            assert asked.pop() == kept and count == int((labels[:, 1:] != -100).sum())
+            whole = model(ids, labels=labels, logits_to_keep=0).loss
+        asked.clear()
+        assert count == 0 or loss.item() == pytest.approx(whole.item(), abs=1e-5)
 
 
 def test_print_loss_prints_every_step(tmp_path, capsys):
