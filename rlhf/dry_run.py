@@ -17,7 +17,9 @@ from engine.memory import estimate_memory
 from engine.precision import compute_dtype
 from rlhf.arguments import STAGE_PARSERS
 from rlhf.dry_run_models import Planned, planned_models
+from rlhf.gold import load_gold
 from rlhf.ppo_options import answers_per_iteration, count_ppo_steps, resolve_options
+from rlhf.ptx import text_source
 from rlhf.steps import count_steps
 
 GIB = 1024**3
@@ -34,8 +36,8 @@ def dry_run(
         stand_ins: models by the names of folders that are not there yet, because an earlier stage makes them.
 
     Raises:
-        FileNotFoundError, ValueError: what the run itself would stop at: a model or data that is not there, flags or
-            a config that contradict each other. One line.
+        FileNotFoundError, ValueError: what the run itself would stop at: a model, data or function that is not there,
+            flags or a config that contradict each other. One line.
     """
     ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
     if os.environ.get("RANK", "0") == "0":
@@ -46,6 +48,7 @@ def plan(stage: str, args: Namespace, ranks: int, stand_ins: Mapping[str, str]) 
     """The lines that `dry_run` prints."""
     if stage == "ppo":
         resolve_options(args)
+        _look_up(args)
     models = planned_models(stage, args, stand_ins)
     processes = "process" if ranks == 1 else "processes"
     lines = [f"dry run of {stage} on {ranks} {processes}: nothing is trained or written", "", "flags:"]
@@ -57,6 +60,16 @@ def plan(stage: str, args: Namespace, ranks: int, stand_ins: Mapping[str, str]) 
     if stage == "ppo":
         lines += _indent(_generation(models[0], args, ranks))
     return lines
+
+
+def _look_up(args: Namespace) -> None:
+    """Raises FileNotFoundError or ValueError where a function or the texts that PPO's flags name cannot be had."""
+    for spec in (args.reward_fn, args.gold_fn):
+        if spec:
+            load_gold(spec)
+    name = args.unsupervised_dataset_name
+    if name and _is_here(name):
+        open_source(text_source(name, args.unsupervised_dataset_config_name))
 
 
 def _given(stage: str, args: Namespace) -> list[tuple[str, object]]:

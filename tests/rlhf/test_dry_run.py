@@ -100,7 +100,7 @@ def test_batches():
 
 
 def test_estimators_without_a_critic_and_rewards_without_a_model():
-    names = {"actor_model_name_or_path": "facebook/opt-125m", "reward_fn": "judge.py:score"}
+    names = {"actor_model_name_or_path": "facebook/opt-125m", "reward_fn": "data.sample.gold:score"}
     text = planned("ppo", 2, **names, advantage_estimator="grpo", per_device_generation_batch_size=2)
     assert "2 prompts x 8 answers x 1 generation batches x 2 processes = 32 answers an iteration" in text
     assert not re.search(r"^ +(critic|reward model) ", text, flags=re.M) and "reference" in text
@@ -145,17 +145,24 @@ def test_too_few_rows_are_told(tmp_path):
     assert "about 1 rows: 1 epoch(s) of 0 micro-batch(es) make no optimizer step" in text
 
 
+ONE = {"model_name_or_path": "facebook/opt-125m"}
+JUDGED = {"actor_model_name_or_path": "facebook/opt-125m", "reward_fn": "data.sample.gold:score"}
+
+
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("stage", "flags", "words"),
     [
-        ({"model_name_or_path": "./nothing"}, "no model folder nothing"),
-        ({"model_name_or_path": "facebook/opt-125m", "data_path": "none.jsonl"}, "no data at none.jsonl"),
-        ({"model_name_or_path": "facebook/opt-125m", "lora_dim": 2, "lora_module_name": "zzz"}, "no linear layer"),
+        ("sft", {"model_name_or_path": "./nothing"}, "no model folder nothing"),
+        ("sft", {**ONE, "data_path": "none.jsonl"}, "no data at none.jsonl"),
+        ("sft", {**ONE, "lora_dim": 2, "lora_module_name": "zzz"}, "no linear layer"),
+        ("ppo", {**JUDGED, "reward_fn": "none.py:score"}, "no file none.py"),
+        ("ppo", {**JUDGED, "gold_fn": "data.sample.gold:nothing"}, "has no function nothing"),
+        ("ppo", {**JUDGED, "unsupervised_dataset_name": "none.jsonl"}, "no data at none.jsonl"),
     ],
 )
-def test_what_would_stop_the_run_stops_it(flags, words):
+def test_what_would_stop_the_run_stops_it(stage, flags, words):
     with pytest.raises((ValueError, FileNotFoundError), match=words) as refusal:
-        planned("sft", **flags)
+        planned(stage, **flags)
     assert "\n" not in str(refusal.value)
 
 
