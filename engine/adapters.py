@@ -186,7 +186,8 @@ def _active(layer: nn.Module) -> list[str]:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, scaling: float, flipped: bool) -> torch.Tensor:
-    product = (b.float() @ a.float()) * scaling
+    with torch.autocast(a.device.type, enabled=False):  # which would round it
+        product = (b.float() @ a.float()) * scaling
     return product.T if flipped else product
 
 

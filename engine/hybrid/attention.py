@@ -31,7 +31,7 @@ class Heads:
         self.slopes = None
         if isinstance(decoder.positions, Alibi):
             mine = decoder.positions.slopes[tp_rank * self.q : (tp_rank + 1) * self.q]
-            self.slopes = torch.tensor(mine, device=device)
+            self.slopes = torch.tensor(mine, dtype=torch.float32, device=device)
 
     def split(self, qkv: torch.Tensor) -> torch.Tensor:
         """`[tokens, features]` -> `[tokens, q + 2 kv heads, head_dim]`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -35,9 +36,9 @@ class Core:
         self.sources.refresh()
         self.version: object = None
         self.replica: nn.Module | None = None
-        plain = module.get_base_model() if hasattr(module, "get_base_model") else module
-        self.config = plain.config
-        decoder = describe(plain.config) if _is_plain_causal(plain, self.sources) else None
+        self.plain = module.get_base_model() if hasattr(module, "get_base_model") else module
+        self.config = self.plain.config
+        decoder = describe(self.config) if _is_plain_causal(self.plain, self.sources) else None
         self.model: Model | None = None
         if decoder is None:
             if tp_size > 1:
@@ -72,15 +73,14 @@ class Core:
     def sync(self, version: object = None) -> None:
         """Lay the weights out. Collective."""
         self.release_weights()
-        with torch.no_grad():
+        with torch.no_grad(), self._as_laid_out():
             if self.model is not None:
                 self.model.load(self.swap.run())
             else:
                 self.sources.refresh()
                 whole = self.sources.is_sharded()
-                self.replica = (
-                    passthrough.gathered_copy(self.module, self.sources, self.dtype) if whole else self.module
-                )
+                # peft's wrapper has a generation config of its own beside the model's, where adapters are already
+                self.replica = passthrough.gathered_copy(self.module, self.sources, self.dtype) if whole else self.plain
         self.version = version, self.sources.state()
 
     def release_weights(self) -> None:
@@ -107,11 +107,16 @@ class Core:
         on_token: OnToken | None = None,
     ) -> Answers:
         """Answer requests that every rank of the tensor-parallel group knows: see `scheduler.generate`."""
-        if self.model is None:
-            return passthrough.generate(self.replica, prompts, prompt_of, keys, limits, sampling, on_token=on_token)
-        return scheduler.generate(
-            self.model, prompts, prompt_of, keys, limits, sampling, reserve=reserve, on_token=on_token
-        )
+        with self._as_laid_out():
+            if self.model is None:
+                return passthrough.generate(self.replica, prompts, prompt_of, keys, limits, sampling, on_token=on_token)
+            return scheduler.generate(
+                self.model, prompts, prompt_of, keys, limits, sampling, reserve=reserve, on_token=on_token
+            )
+
+    def _as_laid_out(self) -> AbstractContextManager:
+        """Types are those of the layout, whatever autocast the caller is in."""
+        return torch.autocast(self.device.type, enabled=False)
 
     def check_positions(self, prompt: int, answer: int) -> None:
         """A table of learned positions ends somewhere; rotary ones and ALiBi do not.

@@ -27,7 +27,7 @@ class _Chooser(LogitsProcessor):
         self.sampling, self.on_token, self.step = sampling, on_token, 0
         rows = len(keys)
         self.tokens = torch.zeros(rows, limit, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(rows, limit, device=device)
+        self.logprobs = torch.zeros(rows, limit, dtype=torch.float32, device=device)
         self.lengths = torch.full((rows,), limit, dtype=torch.int64, device=device)
         self.done = torch.zeros(rows, dtype=torch.bool, device=device)
 
@@ -68,7 +68,7 @@ def generate(
     device, longest = prompts[0].device, max(limits)
     answers = Answers(
         torch.zeros(len(keys), longest, dtype=torch.int64, device=device),
-        torch.zeros(len(keys), longest, device=device),
+        torch.zeros(len(keys), longest, dtype=torch.float32, device=device),
         torch.tensor(limits, device=device),
     )
     for limit in sorted(set(limits)):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,14 +77,16 @@ def read_call(
     own = getattr(module, "generation_config", None)
     stop = stop_ids(config, own, eos_token_id)
     temperature, top_p = (1.0 if value is None else value for value in (temperature, top_p))
-    sampling = Sampling(do_sample, temperature, top_k or 0, top_p, min_new_tokens or 0, stop)
+    top_k, least = whole("top_k", top_k or 0), whole("min_new_tokens", min_new_tokens or 0)
+    sampling = Sampling(do_sample, temperature, top_k, top_p, least, stop)
     sampling.check()
-    if num_return_sequences < 1:
-        raise ValueError(f"num_return_sequences={num_return_sequences} must be at least 1")
+    samples = whole("num_return_sequences", num_return_sequences)
+    if samples < 1:
+        raise ValueError(f"num_return_sequences={samples} must be at least 1")
     prompts = unpad(input_ids, attention_mask, config.get_text_config().vocab_size)
     limits = answer_limits(max_new_tokens, len(prompts))
-    keys = request_keys(seed, len(prompts), num_return_sequences, replica, sampling)
-    return Call(prompts, limits, keys, num_return_sequences, sampling, padding_id(config, own, pad_token_id, stop))
+    keys = request_keys(seed, len(prompts), samples, replica, sampling)
+    return Call(prompts, limits, keys, samples, sampling, padding_id(config, own, pad_token_id, stop))
 
 
 def stop_ids(config, generation_config, eos_token_id) -> tuple[int, ...]:
@@ -94,13 +97,26 @@ def stop_ids(config, generation_config, eos_token_id) -> tuple[int, ...]:
         eos_token_id = getattr(config, "eos_token_id", None)
     if eos_token_id is None:
         return ()
-    eos_token_id = plain(eos_token_id)
-    return (eos_token_id,) if isinstance(eos_token_id, int) else tuple(int(t) for t in eos_token_id)
+    numbers = whole_or_several("eos_token_id", eos_token_id)
+    return (numbers,) if isinstance(numbers, int) else tuple(numbers)
 
 
-def plain(numbers: Any) -> Any:
-    """Python's own number or list of numbers, whether they came in a tensor, in an array or as such."""
-    return numbers.tolist() if hasattr(numbers, "tolist") else numbers
+def whole(name: str, number: Any) -> int:
+    """Python's own whole number, of whatever kind of integer.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise ValueError(f"{name}={number!r} must be a whole number") from None
+
+
+def whole_or_several(name: str, numbers: Any) -> int | list[int]:
+    """A whole number or a list of them, whether they came in a tensor, in an array or as such."""
+    numbers = numbers.tolist() if hasattr(numbers, "tolist") else numbers
+    return [whole(name, number) for number in numbers] if isinstance(numbers, Iterable) else whole(name, numbers)
 
 
 def padding_id(config, generation_config, pad_token_id: int | None, stop: tuple[int, ...]) -> int:
@@ -120,24 +136,25 @@ def request_keys(
     One seed for the call is mixed with the rank and the row, so that rows and replicas differ; a seed for
     each prompt is used as it is, so that a prompt's answer depends on nothing else.
     """
-    seed = plain(seed)
     if seed is None:  # greedy answers leave torch's generator as it is
         seed = int(torch.randint(1 << 62, (1,))) if sampling.do_sample else 0
+    seed = whole_or_several("seed", seed)
     if isinstance(seed, int):
         return [mix(seed, replica, row, sample) for row in range(prompts) for sample in range(samples)]
     if len(seed) != prompts:
         raise ValueError(f"seed has {len(seed)} entries for {prompts} prompts: give one number, or one a prompt")
-    return [mix(int(s), sample) for s in seed for sample in range(samples)]
+    return [mix(s, sample) for s in seed for sample in range(samples)]
 
 
 def unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, vocabulary: int) -> list[torch.Tensor]:
     """The real tokens of each row.
 
     Raises:
-        ValueError: the mask has another shape, a row has no token, or a token is not of the vocabulary.
+        ValueError: ids are not integers, the mask has another shape, a row has no token, or a token is not of the
+            vocabulary.
     """
-    if input_ids.dim() != 2:
-        raise ValueError(f"input_ids must be [batch, length], not {list(input_ids.shape)}")
+    if input_ids.dim() != 2 or input_ids.is_floating_point():
+        raise ValueError(f"input_ids must be integers [batch, length], not {input_ids.dtype} {list(input_ids.shape)}")
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     if attention_mask.shape != input_ids.shape:
@@ -178,7 +195,7 @@ def assemble(
 def no_answers(device: torch.device) -> Answers:
     return Answers(
         torch.zeros(0, 0, dtype=torch.int64, device=device),
-        torch.zeros(0, 0, device=device),
+        torch.zeros(0, 0, dtype=torch.float32, device=device),
         torch.zeros(0, dtype=torch.int64, device=device),
     )
 
@@ -189,11 +206,10 @@ def answer_limits(max_new_tokens: int | Sequence[int], prompts: int) -> list[int
     Raises:
         ValueError: one is below 1, or there are not as many as prompts.
     """
-    max_new_tokens = plain(max_new_tokens)
-    if isinstance(max_new_tokens, int):
-        limits, least = [max_new_tokens] * prompts, max_new_tokens
+    limits = whole_or_several("max_new_tokens", max_new_tokens)
+    if isinstance(limits, int):
+        limits, least = [limits] * prompts, limits
     else:
-        limits = [int(limit) for limit in max_new_tokens]
         least = min(limits, default=1)
     if least < 1:
         raise ValueError(f"max_new_tokens={least} must be at least 1")

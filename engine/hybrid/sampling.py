@@ -16,6 +16,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
+# Logits divided by less would leave fp32's range.
+LEAST_TEMPERATURE = 1e-30
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How to choose tokens. `top_k` 0 and `top_p` 1 cut nothing; `stop` are the end tokens' ids, which
@@ -30,8 +34,11 @@ class Sampling:
 
     def check(self) -> None:
         """Raises ValueError, one line naming the value, for settings that mean nothing."""
-        if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature} must be above 0: greedy is do_sample=False with 1.0")
+        if not self.temperature >= LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature={self.temperature} must be above 0 (from {LEAST_TEMPERATURE} on): greedy is "
+                "do_sample=False with 1.0"
+            )
         if self.top_k is not None and self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be 0 (no cut) or more")
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -112,7 +112,7 @@ class _Run:
         self.uniforms = uniforms(keys, longest, device) if sampling.do_sample else None
         self.answers = Answers(
             torch.zeros(requests, longest, dtype=torch.int64, device=device),
-            torch.zeros(requests, longest, device=device),
+            torch.zeros(requests, longest, dtype=torch.float32, device=device),
             torch.zeros(requests, dtype=torch.int64, device=device),
         )
         # prompts of like length enter together, which saves padding

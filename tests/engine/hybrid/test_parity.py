@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import GPTNeoConfig
 
 from engine.hybrid import Generator, scheduler
@@ -109,6 +110,26 @@ def test_a_prompt_longer_than_one_pass(name, monkeypatch):
         inside = torch.arange(answers.logprobs.shape[1]) < answers.lengths[:, None]
         expected = table.gather(2, answers.sequences[:, 40:, None]).squeeze(2)
         assert (expected - answers.logprobs)[inside].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("config", [tiny.llama(), tiny.FAMILIES["bloom"], tiny.NO_ADAPTER])
+def test_autocast_and_the_default_type_change_nothing(config):
+    """Neither what is laid out under them (with adapters merged) nor what is computed."""
+    ids, mask = tiny.batch()
+    settings = {"max_new_tokens": 6, "do_sample": True, "seed": 3, "return_dict_in_generate": True}
+    outputs = []
+    for autocast, default in ((False, torch.float32), (True, torch.float32), (False, torch.bfloat16)):
+        names = [name for name, child in tiny.build(config).named_modules() if isinstance(child, torch.nn.Linear)]
+        model = get_peft_model(tiny.build(config), LoraConfig(r=2, target_modules=[names[0]], init_lora_weights=False))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            torch.set_default_dtype(default)
+            try:
+                outputs.append(Generator(model).generate(ids, mask, **settings))
+            finally:
+                torch.set_default_dtype(torch.float32)
+    for output in outputs[1:]:
+        assert torch.equal(output.sequences, outputs[0].sequences)
+        assert torch.equal(output.logprobs, outputs[0].logprobs)
 
 
 def test_new_weights_are_used_at_once():

@@ -216,8 +216,12 @@ def test_logprobs_are_the_forward_passes():
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"num_return_sequences": 0}, "num_return_sequences=0"),
         ({"seed": [1, 2]}, "2 entries for 5 prompts"),
+        ({"temperature": 1e-40}, "temperature=1e-40"),
+        ({"top_k": 5.0}, "top_k=5.0 must be a whole number"),
+        ({"max_new_tokens": [2, 2.5, 2, 2, 2]}, "max_new_tokens=2.5 must be a whole number"),
+        ({"num_return_sequences": 2.0}, "num_return_sequences=2.0 must be a whole number"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(settings, word):
     with pytest.raises(ValueError, match=word):
-        Generator(tiny.build(tiny.llama())).generate(*tiny.batch(), max_new_tokens=2, **settings)
+        Generator(tiny.build(tiny.llama())).generate(*tiny.batch(), **{"max_new_tokens": 2, **settings})

@@ -160,6 +160,8 @@ def test_prompts_that_cannot_be_are_refused():
         generator.generate(hidden, mask, max_new_tokens=2)[:, 9:],
         generator.generate(ids, mask, max_new_tokens=2)[:, 9:],
     )
+    with pytest.raises(ValueError, match="input_ids must be integers"):
+        generator.generate(ids.float(), mask, max_new_tokens=2)
     with pytest.raises(ValueError, match="does not match"):
         generator.generate(ids, mask[:, 1:], max_new_tokens=2)
     with pytest.raises(ValueError, match="max_new_tokens=0"):
