@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -76,7 +77,9 @@ def read_call(
     """
     own = getattr(module, "generation_config", None)
     stop = stop_ids(config, own, eos_token_id)
-    temperature, top_p = (1.0 if value is None else value for value in (temperature, top_p))
+    temperature, top_p = (
+        1.0 if value is None else real(name, value) for name, value in (("temperature", temperature), ("top_p", top_p))
+    )
     top_k, least = whole("top_k", top_k or 0), whole("min_new_tokens", min_new_tokens or 0)
     sampling = Sampling(do_sample, temperature, top_k, top_p, least, stop)
     sampling.check()
@@ -113,6 +116,18 @@ def whole(name: str, number: Any) -> int:
         raise ValueError(f"{name}={number!r} must be a whole number") from None
 
 
+def real(name: str, number: Any) -> float:
+    """Python's own number, of whatever kind of number.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    number = number.item() if hasattr(number, "item") else number
+    if not isinstance(number, Real):
+        raise ValueError(f"{name}={number!r} must be a number")
+    return float(number)
+
+
 def whole_or_several(name: str, numbers: Any) -> int | list[int]:
     """A whole number or a list of them, whether they came in a tensor, in an array or as such."""
     numbers = numbers.tolist() if hasattr(numbers, "tolist") else numbers
@@ -124,7 +139,7 @@ def padding_id(config, generation_config, pad_token_id: int | None, stop: tuple[
     own = [getattr(source, "pad_token_id", None) for source in (generation_config, config)]
     for candidate in (pad_token_id, *own):
         if candidate is not None:
-            return candidate
+            return whole("pad_token_id", candidate)
     return stop[0] if stop else 0
 
 
