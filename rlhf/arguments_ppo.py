@@ -42,7 +42,7 @@ def ppo_parser() -> Parser:
     add(
         "--critic_head",
         choices=("keep", "zero"),
-        help="start of the critic's head; keep where a reward model scores, else zero",
+        help="start of the critic's head; keep where it has one and a reward model scores, else zero",
     )
     per_model(add, "dropout", type=fraction, help="dropout of the {} in training; none when not given")
     for model in ("actor", "critic"):

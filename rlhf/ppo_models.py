@@ -49,20 +49,21 @@ def load_models(args: Namespace, total_steps: int, tokenizer: Any) -> Models:
 def load_critic(args: Namespace, total_steps: int, tokenizer: Any) -> engine.Engine:
     """The critic: a reward model, or any model's backbone with a head of zeros, which expects nothing of any state.
 
-    `tokenizer` is the critic's, and gets a padding token of its own if a new head is put on.
+    `tokenizer` is the critic's, and gets a padding token of its own if a new head is put on. Settles
+    `args.critic_head` where it is open.
     """
     path, dropout = args.critic_model_name_or_path, args.critic_dropout or 0.0
     if is_score_model(path):
+        args.critic_head = args.critic_head or "keep"
         module = load_score_model(path, dropout=dropout)
-        fresh = args.critic_head == "zero"
     else:
         if args.critic_head == "keep":
             raise ValueError(
                 f"--critic_head keep: {path} is no reward model and has no score head; leave the flag out, or give one"
             )
+        args.critic_head = "zero"
         module = new_score_model(path, tokenizer, seed=args.seed, dropout=dropout)
-        fresh = True
-    if fresh:
+    if args.critic_head == "zero":
         torch.nn.init.zeros_(module.head.weight)
     return training_engine(
         module,

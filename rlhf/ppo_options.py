@@ -66,8 +66,9 @@ def _resolve_models(args: Namespace) -> None:
         return
     if not args.critic_model_name_or_path:
         args.critic_model_name_or_path = args.reward_model_name_or_path or args.actor_model_name_or_path
-    if args.critic_head is None:
-        args.critic_head = "keep" if has_model else "zero"
+    if args.critic_head is None and not has_model:
+        args.critic_head = "zero"  # a head of another scale than the rewards would only mislead
+    # else it hangs on the critic's model: see `rlhf.ppo_models.load_critic`
 
 
 def _check_budget(args: Namespace) -> None:

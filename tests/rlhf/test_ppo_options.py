@@ -20,7 +20,7 @@ CRITIC = ("--critic_model_name_or_path", "c")
 def test_deepspeed_chats_flags_mean_gae_with_one_answer():
     args = resolved(*CRITIC)
     assert args.advantage_estimator == "gae" and args.num_samples_per_prompt == 1
-    assert args.reward_model_name_or_path == "c" and args.critic_head == "keep" and args.kl_estimator == "k1"
+    assert args.reward_model_name_or_path == "c" and args.critic_head is None and args.kl_estimator == "k1"
     assert answers_per_iteration(args) == 16
 
 
@@ -40,7 +40,7 @@ def test_a_function_scores_alone_unless_a_reward_model_is_named():
     assert resolved("--reward_fn", "f.py:f", *CRITIC).critic_head == "zero"
     assert resolved("--reward_fn", "f.py:f", *CRITIC, "--critic_head", "keep").critic_head == "keep"
     both = resolved("--reward_url", "http://x", "--reward_model_name_or_path", "r")
-    assert uses_reward_model(both) and both.critic_head == "keep"
+    assert uses_reward_model(both) and both.critic_head is None  # hangs on the model
 
 
 @pytest.mark.parametrize(

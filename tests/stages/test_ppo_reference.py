@@ -293,3 +293,11 @@ def test_aligned_overflows_skip_both_steps(poisoned):
         applied = [eng.was_step_applied() for eng in (ours.models.actor, ours.models.critic)]
         expected = [poisoned != "actor", poisoned != "critic"]
         assert applied == ([all(expected)] * 2 if align else expected)
+
+
+@pytest.mark.parametrize(("critic", "head"), [(None, "keep"), ("gpt2", "zero")])
+def test_where_a_reward_model_scores_a_critic_keeps_the_head_it_has(critic, head):
+    flags = {"critic_model_name_or_path": folder(critic)} if critic else {}
+    args = arguments("llama", **flags)
+    models = load_models(args, 10, load_tokenizer(args.actor_model_name_or_path))
+    assert args.critic_head == head and bool(models.critic.module.head.weight.any()) == (head == "keep")
