@@ -18,6 +18,7 @@ from rlhf.flags import (
     Parser,
     finite_float,
     fraction,
+    http_url,
     non_negative_float,
     non_negative_int,
     positive_float,
@@ -89,7 +90,7 @@ def ppo_parser() -> Parser:
 def _reward_group(parser: Parser) -> None:
     add = parser.add_argument_group("rewards (summed where several are given)").add_argument
     add("--reward_fn", metavar="SPEC", help="file.py:name or module:name, called with (prompt, answer) or with lists")
-    add("--reward_url", metavar="URL", help='HTTP endpoint: {"prompts", "answers"} by POST, {"rewards"} back')
+    add("--reward_url", type=http_url, help='HTTP endpoint: {"prompts", "answers"} by POST, {"rewards"} back')
     add("--reward_timeout", type=positive_float, default=60.0, help="longest wait for --reward_url, seconds")
     for name, what in (("model", "the reward model"), ("fn", "--reward_fn"), ("url", "--reward_url")):
         add(f"--reward_{name}_weight", type=finite_float, default=1.0, help=f"factor on the scores of {what}")

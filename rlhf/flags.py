@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 
 class Parser(argparse.ArgumentParser):
@@ -176,3 +177,18 @@ fraction = _number(float, "must be between 0 and 1", lambda v: 0 <= v <= 1)
 eval_fraction = _number(float, "must be at least 0 and below 1", lambda v: 0 <= v < 1)
 positive_fraction = _number(float, "must be above 0 and at most 1", lambda v: 0 < v <= 1)
 half = _number(float, "must be at least 0 and below 0.5", lambda v: 0 <= v < 0.5)
+
+
+def http_url(text: str) -> str:
+    """A converter for argparse that takes addresses of HTTP and HTTPS only."""
+    try:
+        parts = urlsplit(text)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets or a port that are none
+        is_good = False
+    if not is_good:
+        raise argparse.ArgumentTypeError(f"must be an address like http://host:8000/score, got {text!r}")
+    return text
+
+
+http_url.metavar = "URL"

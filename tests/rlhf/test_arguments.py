@@ -86,6 +86,14 @@ def test_bad_values_are_one_line(capsys, argv, words):
     assert words in error_of(capsys, sft_parser, [*MODEL, *argv])
 
 
+@pytest.mark.parametrize("url", ["host:8000/score", "ftp://host/score", "file:///score", "http://", "http://[::1", "http://host:port/"])
+def test_an_endpoint_is_an_http_address(capsys, url):
+    words = ["--actor_model_name_or_path", "m", "--output_dir", "o", "--reward_url"]
+    assert "--reward_url: must be an address like http" in error_of(capsys, ppo_parser, [*words, url])
+    good = "https://user@host:8000/score?model=a"
+    assert parse(ppo_parser(), [*words, good]).reward_url == good
+
+
 def test_only_rank_zero_speaks(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
