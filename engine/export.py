@@ -1,9 +1,9 @@
 """Consolidated export: whole tensors out of any ZeRO stage into a folder that stock loaders read.
 
 LoRA adapters are merged into the weights of that folder (a head that is the embedding, with an adapter of its own, is
-then untied). Where nothing but adapters was trained (and the modules that
-their config names in `modules_to_save`), they are also written alone, into the folder `adapter` in it, as peft reads
-them: `PeftModel.from_pretrained(base, folder / "adapter")`.
+then untied). Where nothing but adapters was trained (and the modules that their config names in `modules_to_save`),
+they are also written alone, into the folder `adapter` in it, as peft reads them:
+`PeftModel.from_pretrained(base, folder / "adapter")`.
 """
 
 from __future__ import annotations
