@@ -1,8 +1,12 @@
-"""Linear layers in fp32 on CPUs for which MKL, torch's own matrix product, has no path of its own.
+"""Linear layers on CPUs for which torch's own matrix product has no path of their own.
 
-On processors that are not Intel's it leaves more than half of the speed: on a two-core AMD with AVX-512 it reached 180
-to 200 GFLOP/s at every size from 512 x 512 on, oneDNN, which is in torch too, 330 to 460 in the forward pass and in
-both products of the backward pass. Small products stay where they were: there the call itself is what costs.
+fp32: on processors that are not Intel's, MKL leaves more than half of the speed: on a two-core AMD with AVX-512 it
+reached 180 to 200 GFLOP/s at every size from 512 x 512 on, oneDNN, which is in torch too, 330 to 460 in the forward
+pass and in both products of the backward pass. Small products stay where they were: there the call is what costs.
+
+bf16: without AVX-512 (or an Arm's own bf16 instructions) no library has kernels, and torch multiplies entry by entry: 6
+GFLOP/s on a core of an AMD with AVX2 that has 45 to 60 in fp32. There the product is taken of fp32 copies and rounded
+once at its end, which is what kernels for bf16 do too.
 """
 
 from __future__ import annotations
@@ -31,28 +35,48 @@ def has_slow_mkl() -> bool:
     return bool(vendors) and "GenuineIntel" not in vendors
 
 
-def use_onednn(module: nn.Module) -> None:
-    """Make the plain `nn.Linear` layers of `module`, in place, multiply through oneDNN where they are in fp32."""
+@cache
+def lacks_bf16() -> bool:
+    """Whether torch multiplies bf16 matrices without kernels made for it on this CPU."""
+    return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def use_fast_products(module: nn.Module) -> None:
+    """Make the plain `nn.Linear` layers of `module`, in place, multiply as this CPU does it fastest."""
+    if not (has_slow_mkl() or lacks_bf16()):
+        return
     for child in module.modules():
         if type(child) is nn.Linear:
-            child.__class__ = OneDnnLinear
+            child.__class__ = CpuLinear
 
 
-class OneDnnLinear(nn.Linear):
+class CpuLinear(nn.Linear):
     """The same layer: parameters, names and results up to rounding."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in]` to `[..., out]`."""
         weight = self.weight
-        is_fp32 = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu"
-        if not is_fp32 or x.numel() * weight.shape[0] < _SMALLEST or torch.is_autocast_enabled("cpu"):
+        is_plain = x.device.type != "cpu" or x.dtype != weight.dtype or torch.is_autocast_enabled("cpu")
+        if is_plain or not _is_slow(x.dtype, x.numel() * weight.shape[0]):
             return F.linear(x, weight, self.bias)
         return _Linear.apply(x, weight, self.bias)
 
 
+def _is_slow(dtype: torch.dtype, multiplications: int) -> bool:
+    """Whether torch's own product of this size is the slower one."""
+    if dtype == torch.bfloat16:
+        return lacks_bf16()
+    return dtype == torch.float32 and has_slow_mkl() and multiplications >= _SMALLEST
+
+
 def _product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`a @ b.T + bias` of matrices; transposed ones are read as they lie."""
-    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+    """`a @ b.T + bias` of matrices, summed in fp32; transposed ones are read as they lie."""
+    wide, onto = (a.float(), b.float()), None if bias is None else bias.float()
+    if _is_slow(torch.float32, a.numel() * b.shape[0]):
+        y = torch.ops.mkldnn._linear_pointwise(*wide, onto, "none", [], "")
+    else:
+        y = F.linear(*wide, onto)
+    return y.to(a.dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -73,6 +97,6 @@ class _Linear(torch.autograd.Function):
             grad_x = _product(flat_grad, weight.t()).view(x.shape)
         if for_weight:
             flat = x.reshape(-1, x.shape[-1]).contiguous()
-            is_large = weight.numel() >= _SMALLEST_GRADIENT
-            grad_weight = _product(flat_grad.t(), flat.t()) if is_large else flat_grad.t() @ flat
+            is_plain = flat.dtype == torch.float32 and weight.numel() < _SMALLEST_GRADIENT
+            grad_weight = flat_grad.t() @ flat if is_plain else _product(flat_grad.t(), flat.t())
         return grad_x, grad_weight, flat_grad.sum(0) if for_bias else None

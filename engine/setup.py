@@ -9,7 +9,7 @@ from torch import nn
 
 from engine import distributed
 from engine.config import EngineConfig
-from engine.cpu_linear import has_slow_mkl, use_onednn
+from engine.cpu_linear import use_fast_products
 from engine.host_memory import keep_freed_memory
 from engine.optimizers import build_optimizer, parameter_groups
 from engine.replicated import ReplicatedParameters
@@ -54,8 +54,7 @@ def place_parameters(
     _broadcast_from_main(model, device)
     if device.type == "cpu":
         keep_freed_memory()
-        if has_slow_mkl():
-            use_onednn(model)
+        use_fast_products(model)
     zero = config.zero_optimization
     offload = zero.offloads_parameters or zero.offloads_optimizer
     if zero.stage == 0 or (distributed.world_size() == 1 and not offload):

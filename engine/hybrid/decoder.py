@@ -2,6 +2,9 @@
 
 Shapes: tokens and positions `[tokens]`, hidden states `[tokens, hidden]`. There is no batch dimension: a
 prompt's tokens follow one another, and a step has one token for each sequence.
+
+Weights that arrive in bf16 on a CPU without kernels for it are kept, and everything runs, in fp32: the weights are
+those of bf16, what is computed from them is rounded less, and a step takes an eighth of the time.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from engine.cpu_linear import lacks_bf16
 from engine.hybrid import description
 from engine.hybrid.attention import Heads, Prompts, Step, turn_
 from engine.hybrid.cache import Workspace
@@ -42,6 +46,8 @@ class Model:
     """A decoder with its weights, on one rank of a tensor-parallel group."""
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype, device: torch.device, tp: TensorParallel):
+        if dtype == torch.bfloat16 and device.type == "cpu" and lacks_bf16():
+            dtype = torch.float32
         self.decoder, self.dtype, self.device, self.tp = decoder, dtype, device, tp
         self.heads = Heads(decoder, tp.rank, tp.size, device)
         self.workspace = Workspace(decoder.layers, self.heads.kv, decoder.head_dim, dtype, device)
@@ -66,6 +72,7 @@ class Model:
         layers: list[_Layer] = []
         head: dict[str, torch.Tensor] = {}
         for bucket in buckets:
+            bucket = {name: tensor.to(self.dtype) for name, tensor in bucket.items()}
             for index in sorted({int(name.split(".")[0]) for name in bucket if name[0].isdigit()}):
                 layers.append(self._layer(bucket, f"{index}."))
             for role in ("embedding", "positions"):

@@ -121,8 +121,8 @@ def swap_peak(tp: int):
         eng._core.sync()
         gc.collect()
         kept = live.now()
-    swap = eng._core.swap
-    return live.peak, kept, max(2 * sum(swap.targets[i].numel for i in bucket) for bucket in swap._buckets)
+    swap, each = eng._core.swap, eng._core.model.dtype.itemsize  # fp32's on a CPU without bf16
+    return live.peak, kept, max(each * sum(swap.targets[i].numel for i in bucket) for bucket in swap._buckets)
 
 
 def full_workspace(rank: int, tp: int, bf16: bool):

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import GPTNeoConfig
 
-from engine.hybrid import Generator, scheduler
+from engine.hybrid import Generator, decoder, scheduler
 from engine.hybrid.attention import Prompts
 from tests.engine.hybrid import tiny
 
@@ -71,6 +71,15 @@ def test_padding_side_and_amount_do_not_matter():
     for row in range(5):
         alone = ids[row : row + 1][:, mask[row] == 1]
         assert torch.equal(generator.generate(alone, max_new_tokens=6)[0, -6:], answers[row])
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama tied, biases, one head each", "opt"])
+def test_bf16_without_kernels_for_it_is_fp32_of_the_same_weights(name, monkeypatch):
+    monkeypatch.setattr(decoder, "lacks_bf16", lambda: True)
+    ids, mask = tiny.batch()
+    model = tiny.build(tiny.FAMILIES[name]).bfloat16()
+    answers = Generator(model).generate(ids, mask, max_new_tokens=NEW)
+    assert torch.equal(answers, tiny.reference(model.float(), ids, mask, NEW))
 
 
 def test_bf16_stays_near_the_models_own_bf16():
