@@ -14,11 +14,19 @@ import torch
 
 from data.chat import Dialogue, decode_response, encode_prompt, stop_token_ids
 from engine.hybrid import Generator
+from rlhf.metrics import compute_type
 from rlhf.models import load_actor, load_tokenizer
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def inference_type(name: str) -> torch.dtype:
+    """What `--dtype NAME` comes to for a model that is not trained."""
+    return TYPES[compute_type(name)]
 
 
 class Answerer:
@@ -26,7 +34,7 @@ class Answerer:
 
     def __init__(self, path: str | Path, args: Namespace):
         self.tokenizer = load_tokenizer(path)
-        self.model = load_actor(path).to(default_device()).eval()
+        self.model = load_actor(path, inference_type(args.dtype)).to(default_device()).eval()
         self._args = args
         self._stops = stop_token_ids(self.tokenizer)
         self._generator = Generator(self.model)

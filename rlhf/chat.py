@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 from rlhf.arguments import parse
+from rlhf.flag_groups import add_inference_dtype
 from rlhf.flags import Parser, non_negative_float, positive_fraction, positive_int
 
 NEXT_TURN = (
@@ -51,6 +52,7 @@ def parser() -> Parser:
     )
     result.add_argument("--greedy", action="store_true", help="always the likeliest token")
     result.add_argument("--seed", type=int, default=1234, help="of the sampling")
+    add_inference_dtype(result.add_argument)
     return result
 
 
@@ -141,11 +143,12 @@ def load(args: argparse.Namespace) -> Answer:
 
     from data.chat import decode_response, encode_prompt, stop_token_ids
     from engine.hybrid import Generator
+    from rlhf.answering import default_device, inference_type
     from rlhf.models import load_actor, load_tokenizer
 
     tokenizer = load_tokenizer(args.path)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_actor(args.path).to(device).eval()
+    device = default_device()
+    model = load_actor(args.path, inference_type(args.dtype)).to(device).eval()
     generator = Generator(model)
     room = getattr(model.config, "max_position_embeddings", 2048) - args.max_new_tokens
     greedy = args.greedy or args.temperature == 0

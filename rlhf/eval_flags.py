@@ -6,6 +6,7 @@ Imports nothing heavy, so that a misspelt flag is answered at once.
 from __future__ import annotations
 
 from rlhf.data_flags import rows_group
+from rlhf.flag_groups import add_inference_dtype
 from rlhf.flags import Parser, fraction, positive_float, positive_fraction, positive_int
 
 DECODINGS = ("greedy", "sample", "contrastive")
@@ -78,6 +79,7 @@ def prompt_eval_parser() -> Parser:
 
 
 def _output(parser: Parser) -> None:
+    add_inference_dtype(parser.add_argument_group("scale").add_argument)
     add = parser.add_argument_group("output").add_argument
     add("--per_device_eval_batch_size", type=positive_int, default=16, help="rows scored at once")
     add("--output", metavar="FILE", help="write everything as JSON, too")

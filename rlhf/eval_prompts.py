@@ -22,7 +22,7 @@ from data import load_rows
 from data.chat import encode_dialogue
 from data.markers import has_markers, turns_to_text
 from data.opening import open_source
-from rlhf.answering import Answerer, default_device
+from rlhf.answering import Answerer, default_device, inference_type
 from rlhf.eval_flags import prompt_eval_parser
 from rlhf.flags import parse
 from rlhf.metrics import write_json
@@ -124,7 +124,7 @@ def _score(prompts: list[dict[str, Any]], rows: list[dict[str, Any]], args: Name
     answers = [(prompt, one) for prompt, models in by_model for many in models.values() for one in many]
     if args.reward_model_name_or_path:
         tokenizer = load_tokenizer(args.reward_model_name_or_path)
-        model = load_score_model(args.reward_model_name_or_path).to(default_device())
+        model = load_score_model(args.reward_model_name_or_path, inference_type(args.dtype)).to(default_device())
         # as an answer to this prompt, whatever it says: markers in it begin no turn
         ids = [encode_dialogue(tokenizer, prompt, one["text"])[0] for prompt, one in answers]
         found = score_ids(model, ids, tokenizer.pad_token_id, args.per_device_eval_batch_size).tolist()

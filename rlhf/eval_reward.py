@@ -18,7 +18,7 @@ from rich.table import Table
 from data import collate_answers, load_stage_data
 from data.chat import encode_dialogue, use_template_file
 from data.markers import has_markers
-from rlhf.answering import default_device
+from rlhf.answering import default_device, inference_type
 from rlhf.eval_flags import reward_eval_parser
 from rlhf.flags import parse
 from rlhf.metrics import write_json
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = load_tokenizer(args.model_name_or_path)
     if args.chat_template:
         use_template_file(tokenizer, args.chat_template)
-    model = load_score_model(args.model_name_or_path).to(default_device()).eval()
+    model = load_score_model(args.model_name_or_path, inference_type(args.dtype)).to(default_device()).eval()
     console = Console(highlight=False)
     result = _one_comparison(model, tokenizer, args) if alone else _on_data(model, tokenizer, args)
     _print(console, args.model_name_or_path, result)

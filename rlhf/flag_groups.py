@@ -107,6 +107,15 @@ def output_group(parser: Parser) -> argparse._ArgumentGroup:
     return group
 
 
+def add_inference_dtype(add: Callable[..., argparse.Action]) -> None:
+    add(
+        "--dtype",
+        choices=("auto", "fp16", "bf16", "fp32"),
+        default="auto",
+        help="type of weights and arithmetic; auto: bf16 or fp16 on a GPU, fp32 on a CPU",
+    )
+
+
 def dtype_and_inert(add: Callable[..., argparse.Action]) -> None:
     add(
         "--dtype",

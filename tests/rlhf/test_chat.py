@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.chat import decode_response, encode_prompt, stop_token_ids
+from engine.hybrid import Generator
 from rlhf import chat, recipes
 
 
@@ -111,6 +112,15 @@ def ask(folder, *flags, lines=("hello", "what is one?")):
         turns.append({"role": "assistant", "content": replies[-1]})
     assert "".join(pieces) == "".join(replies)  # streamed is what is remembered
     return replies
+
+
+def test_bf16_weights(model_folder):
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    ids = torch.tensor([encode_prompt(tokenizer, [{"role": "user", "content": "hello"}])])
+    out = Generator(model).generate(ids, max_new_tokens=12, eos_token_id=stop_token_ids(tokenizer))
+    expected = chat.visible(decode_response(tokenizer, out[0, ids.shape[1] :]), finished=True)
+    assert ask(model_folder, "--greedy", "--dtype", "bf16", lines=["hello"]) == [expected]
 
 
 def test_greedy_answers_are_transformers_own(model_folder):

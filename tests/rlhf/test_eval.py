@@ -78,6 +78,10 @@ def test_two_texts(tmp_path, reward_model, capsys):
     wanted = score_texts(model, tokenizer, [text("Say red.", "It is red."), text("Say red.", "No.")]).tolist()
     assert [found["chosen_score"], found["rejected_score"]] == pytest.approx(wanted, abs=1e-5)
     assert f"{wanted[0]:+.4f}" in capsys.readouterr().out
+    cli.main([*base, "--chosen", "It is red.", "--dtype", "bf16", "--output", str(tmp_path / "rounded.json")])
+    rounded = score_texts(load_score_model(reward_model, torch.bfloat16), tokenizer, [text("Say red.", "It is red.")])
+    found = json.loads((tmp_path / "rounded.json").read_text())["chosen_score"]
+    assert found == pytest.approx(float(rounded), abs=1e-6) and found != pytest.approx(wanted[0], abs=1e-6)
     with pytest.raises(SystemExit):
         cli.main(base)
     assert "--prompt needs --prompt and --chosen beside it" in capsys.readouterr().err
@@ -137,6 +141,17 @@ def test_models_side_by_side(reward_model, tmp_path):
         assert "score_win_rate" not in summary[base]
     again = compare(*flags, "--prompt", "Say red.", "Spell cat.", "--num_return_sequences", "3")
     assert again == found
+
+
+def test_models_answer_in_the_type_asked_for():
+    models = ["--model_name_or_path_baseline", "b", "--model_name_or_path_finetune", "f", "--max_new_tokens", "3"]
+    for name, dtype in (("auto", torch.float32), ("bf16", torch.bfloat16)):
+        answerer = eval_prompts.Answerer(
+            tiny_models.folder(), parse(prompt_eval_parser(), [*models, "--dtype", name])
+        )
+        assert answerer.model.dtype == dtype
+        for decoding in ("greedy", "sample", "contrastive"):
+            assert len(answerer.answers([text("Say red.", "").rstrip()], decoding)) == 1
 
 
 def greedy_reference(folder, prompt, **options):
