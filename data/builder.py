@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,9 @@ from data.store import Item, StoreWriter
 CACHE_VERSION = 8
 BATCH_RECORDS = 2048
 MOST_ITEMS = 2**31
+
+Record = tuple[int, str, list[Row]]
+"""A record's number in its source, where it is, and its rows."""
 
 
 @dataclass
@@ -167,20 +173,19 @@ class Builder:
         report: SourceReport,
     ) -> None:
         """Adds the records that `deal` gives to this stage, in batches."""
-        batch: list[tuple[int, str, list[Row]]] = []
         pool = Pool()
         watched = self.equal_rows.watch(records, deal.uses(), report)
         found = read_rows(watched, opened.source, report, bad_rows=self.bad_rows, wanted=deal.refuse)
+        self.add_all(self._pool_scored(found, pool), deal, writers, report)
+        self.add_scored(pool, deal, writers, report)
+
+    def _pool_scored(self, found: Iterable[Record], pool: Pool) -> Iterator[Record]:
+        """The records, without those whose answers may find partners: they go to `pool`."""
         for number, place, rows in found:
             if self.rules.single_answers in ("auto", "pair") and len(rows) == 1 and is_scored(rows[0]):
                 pool.add(Scored(number, place, rows[0]))
-                continue
-            batch.append((number, place, rows))
-            if len(batch) == BATCH_RECORDS:
-                self.add_batch(batch, deal, writers, report)
-                batch = []
-        self.add_batch(batch, deal, writers, report)
-        self.add_scored(pool, deal, writers, report)
+            else:
+                yield number, place, rows
 
     def add_scored(
         self, pool: Pool, deal: Deal, writers: tuple[StoreWriter, StoreWriter], report: SourceReport
@@ -198,25 +203,45 @@ class Builder:
             alone = [(one.record, one.place, [{**one.row, "single_kind": kind}]) for one in left]
         else:
             alone = [(one.record, one.place, [one.row]) for one in left]
-        for start in range(0, len(alone), BATCH_RECORDS):
-            self.add_batch(alone[start : start + BATCH_RECORDS], deal, writers, report)
-        for start in range(0, len(pairs), BATCH_RECORDS):
-            part = [(better.record, better.place, [row]) for row, better, _ in pairs[start : start + BATCH_RECORDS]]
-            self.add_batch(part, deal, writers, report, records_each=2)
+        self.add_all(alone, deal, writers, report)
+        together = ((better.record, better.place, [row]) for row, better, _ in pairs)
+        self.add_all(together, deal, writers, report, records_each=2)
 
-    def add_batch(
+    def add_all(
         self,
-        batch: list[tuple[int, str, list[Row]]],
+        records: Iterable[Record],
         deal: Deal,
         writers: tuple[StoreWriter, StoreWriter],
         report: SourceReport,
         records_each: int = 1,
     ) -> None:
-        """Tokenizes a batch of records in one go; a record counts as used when one of its rows is.
+        """Tokenizes records in batches, and adds them. A fast tokenizer leaves the interpreter free meanwhile: the next
+        batch is read then.
 
-        `records_each`: how many records of the source each one of the batch stands for.
+        `records_each`: how many records of the source each of these stands for.
         """
-        made = iter(make_items([row for _, _, rows in batch for row in rows], self.tokenizer, self.rules, report))
+        records, waiting = iter(records), None
+        with ThreadPoolExecutor(1) as thread:
+            while batch := list(itertools.islice(records, BATCH_RECORDS)):
+                rows = [row for _, _, rows in batch for row in rows]
+                items = thread.submit(make_items, rows, self.tokenizer, self.rules, report)
+                if waiting:
+                    self.add_batch(*waiting, deal, writers, report, records_each)
+                waiting = batch, items
+            if waiting:
+                self.add_batch(*waiting, deal, writers, report, records_each)
+
+    def add_batch(
+        self,
+        batch: list[Record],
+        items: Future[list[Item | Refused]],
+        deal: Deal,
+        writers: tuple[StoreWriter, StoreWriter],
+        report: SourceReport,
+        records_each: int,
+    ) -> None:
+        """Adds the items that records became; a record counts as used when one of its rows is."""
+        made = iter(items.result())
         train: list[Item] = []
         copies: list[int] = []
         held_out: list[Item] = []

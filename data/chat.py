@@ -98,10 +98,12 @@ class ChatFormat:
         return self.run([self.plan(turns, open_answer) for turns in dialogues])
 
     def run(self, plans: Sequence[list[Any]]) -> list[Encoded]:
-        """The ids of plans, all their texts tokenized in one call."""
-        texts = [part for plan in plans for part in plan if isinstance(part, str)]
-        opening = [number == 0 for plan in plans for number, part in enumerate(plan) if isinstance(part, str)]
-        encoded = iter(self._encoder.encode(texts, opening))
+        """The ids of plans, all their texts tokenized in one call, equal ones (the prompt of a pair's sides) once."""
+        texts = [(part, number == 0) for plan in plans for number, part in enumerate(plan) if isinstance(part, str)]
+        distinct = list(dict.fromkeys(texts))
+        ids = self._encoder.encode([text for text, _ in distinct], [opening for _, opening in distinct])
+        known = dict(zip(distinct, ids, strict=True))
+        encoded = map(known.__getitem__, texts)
         return [self._assemble(plan, encoded) for plan in plans]
 
     def _assemble(self, plan: list[Any], encoded: Iterable[list[int]]) -> Encoded:
