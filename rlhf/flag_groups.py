@@ -108,21 +108,16 @@ def output_group(parser: Parser) -> argparse._ArgumentGroup:
 
 
 def add_inference_dtype(add: Callable[..., argparse.Action]) -> None:
-    add(
-        "--dtype",
-        choices=("auto", "fp16", "bf16", "fp32"),
-        default="auto",
-        help="type of weights and arithmetic; auto: bf16 or fp16 on a GPU, fp32 on a CPU",
-    )
+    _dtype(add, "type of weights and arithmetic")
+
+
+def _dtype(add: Callable[..., argparse.Action], what: str) -> None:
+    kinds = ("auto", "fp16", "bf16", "fp32")
+    add("--dtype", choices=kinds, default="auto", help=f"{what}; auto: bf16 or fp16 on a GPU, fp32 on a CPU")
 
 
 def dtype_and_inert(add: Callable[..., argparse.Action]) -> None:
-    add(
-        "--dtype",
-        choices=("auto", "fp16", "bf16", "fp32"),
-        default="auto",
-        help="compute type, over fp32 master weights; auto: bf16 or fp16 on a GPU, fp32 on a CPU",
-    )
+    _dtype(add, "compute type, over fp32 master weights")
     add("--offload", action="store_true", help="keep optimizer states in CPU memory (ZeRO 1 to 3), in 3 parameters too")
     add("--deepspeed", action="store_true", help="accepted and not needed: the engine is always on")
     add("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON over what the flags make; given flags win")
