@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from engine.exchange import whole
 
 # What wrappers put into parameter names, and what adapters do.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "base_layer.")
@@ -31,7 +32,7 @@ class Factors:
     def product(self, rows: slice = slice(None)) -> torch.Tensor:
         """`rows` of `scaling * B @ A` in fp32, laid out as the weight is. The factors are thin: sharded ones are
         gathered."""
-        a, b = _full(self.a), _full(self.b)
+        a, b = whole(self.a.detach()), whole(self.b.detach())
         a, b = (a[:, rows], b) if self.flipped else (a, b[rows])
         return _product(a, b, self.scaling, self.flipped)
 
@@ -189,8 +190,3 @@ def _product(a: torch.Tensor, b: torch.Tensor, scaling: float, flipped: bool) ->
     with torch.autocast(a.device.type, enabled=False):  # which would round it
         product = (b.float() @ a.float()) * scaling
     return product.T if flipped else product
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 
 from engine import distributed
 from engine.config import ZeroConfig
-from engine.exchange import ExchangeAllGather, ExchangeReduceScatter
+from engine.exchange import ExchangeAllGather, ExchangeReduceScatter, whole
 from engine.precision import fp32_modules
 
 
@@ -220,11 +220,6 @@ def to_shards(module: nn.Module) -> None:
     # error stopped in the middle of their forward pass.
     if isinstance(module, FSDPModule) and module._get_fsdp_state()._is_root:
         module.reset_iter_state()
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor of a sharded one (collective), or the tensor itself."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

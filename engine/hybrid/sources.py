@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from engine.adapters import Factors, active_factors, adapted_layers, adapter_state, plain_name
+from engine.exchange import whole
 from engine.sharding import to_shards
 
 
@@ -101,15 +102,10 @@ class Sources:
     def whole(self, name: str) -> torch.Tensor:
         """The whole weight, adapters merged. Collective."""
         source = self._sources[name]
-        weight = _full(source.parameter)
+        weight = whole(source.parameter.detach())
         for factors in source.adapters:
             weight = weight + factors.product().to(weight.dtype)
         return weight
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _row_owners(parameter: torch.Tensor) -> list[list[tuple[int, int]]] | None:

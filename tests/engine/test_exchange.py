@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from engine import exchange
-from engine.exchange import ExchangeAllGather, ExchangeReduceScatter
+from engine.exchange import ExchangeAllGather, ExchangeReduceScatter, whole
 from tests.helpers import run_ranks
 
 SIZES = (0, 1, 7, 1000, 300_001)
@@ -100,3 +102,30 @@ def _in_pairs(rank: int, ranks: int) -> None:
 
 def test_in_groups_that_are_not_the_world():
     run_ranks(_in_pairs, 4)
+
+
+def _make_whole(rank: int, ranks: int) -> None:
+    meshes = [init_device_mesh("cpu", (ranks,))]
+    if ranks == 4:
+        meshes.append(init_device_mesh("cpu", (2, 2)))
+    for number, mesh in enumerate(meshes):
+        ways = [[Shard(0)], [Shard(1)], [Replicate()]]
+        if number:
+            ways = [[Replicate(), Shard(0)], [Shard(0), Replicate()], [Shard(0), Shard(1)], [Replicate(), Replicate()]]
+        for shape in ((8, 3), (5, 3), (1, 4), (0, 3), (7,), (3, 2, 2)):
+            for dtype in (torch.float32, torch.bfloat16, torch.int64):
+                tensor = torch.arange(100.0)[: torch.Size(shape).numel()].view(shape).to(dtype)
+                for placements in ways:
+                    if len(shape) < 2 and Shard(1) in placements:
+                        continue
+                    dealt = distribute_tensor(tensor, mesh, placements)
+                    assert torch.equal(whole(dealt), tensor), (shape, placements)
+    parameter = torch.nn.Parameter(distribute_tensor(torch.arange(6.0).view(3, 2), meshes[0], [Shard(0)]))
+    assert isinstance(parameter.data, DTensor) and not whole(parameter).requires_grad
+    plain = torch.arange(3)
+    assert whole(plain) is plain
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_dealt_tensor_is_made_whole(ranks):
+    run_ranks(_make_whole, ranks)
